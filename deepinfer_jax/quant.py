@@ -1,0 +1,276 @@
+"""FP8 and FP4 block formats: exact decoding of stored weights, quantizers of activations and caches.
+
+Everything here is elementwise or a maximum, so no result depends on an order of summation. All decoded
+values are exact in bfloat16 (model spec 5, 6). Codes travel as uint8: compilers convert whole stacks of
+narrow floats when one layer is sliced out of them, but leave bytes alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+Format = Literal["fp8_block", "fp8_group", "fp4_group"]
+GROUP = 32  # columns (and, for fp8_block, rows) that share one e8m0 scale
+MAIN_KV_GROUP = 16  # columns that share one e4m3 scale in the compressed main KV
+
+_E4M3_MAX = 448.0
+_E2M1_MAX = 6.0
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["codes", "scale"], meta_fields=["format"]
+)
+@dataclasses.dataclass(frozen=True)
+class Quantized:
+    """A weight in its released storage.
+
+    format      codes (uint8)                          scale (uint8, e8m0)
+    fp8_block   [..., N, K] e4m3                       [..., ceil(N/32), ceil(K/32)]
+    fp8_group   [..., N, K] e4m3                       [..., N, K/32]
+    fp4_group   [..., N, K/2], even column in bits 0-3  [..., N, K/32]
+    """
+
+    codes: Any
+    scale: Any
+    format: Format
+
+
+# -- decoding --------------------------------------------------------------------------------------
+
+
+def decode_e8m0(code: jax.Array) -> jax.Array:
+    """uint8 exponents -> float32 2^(code-127); code 0 is the subnormal 2^-127."""
+    bits = jnp.where(code == 0, jnp.uint32(1 << 22), code.astype(jnp.uint32) << 23)
+    return lax.bitcast_convert_type(bits, jnp.float32)
+
+
+def decode_e4m3(code: jax.Array) -> jax.Array:
+    """uint8 e4m3 (fn) codes -> float32."""
+    return lax.bitcast_convert_type(code, jnp.float8_e4m3fn).astype(jnp.float32)
+
+
+def decode_e2m1(nibble: jax.Array) -> jax.Array:
+    """Integers 0..15 (bit 3 sign, bits 0-2 of {0,.5,1,1.5,2,3,4,6}) -> float32."""
+    code = nibble.astype(jnp.uint32)
+    low = code & 7
+    normal = (((low >> 1) + 126) << 23) | ((low & 1) << 22)
+    half = jnp.uint32(126 << 23)
+    magnitude = jnp.where(low >= 2, normal, jnp.where(low == 1, half, jnp.uint32(0)))
+    return lax.bitcast_convert_type(magnitude | ((code >> 3) << 31), jnp.float32)
+
+
+def unpack_nibbles(packed: jax.Array) -> jax.Array:
+    """[..., K/2] bytes -> [..., K] nibbles; the even element is the low nibble (model spec 5)."""
+    pair = jnp.stack([packed & 15, packed >> 4], axis=-1)
+    return pair.reshape(*packed.shape[:-1], -1)
+
+
+def pack_nibbles(nibbles: jax.Array) -> jax.Array:
+    """[..., K] nibbles -> [..., K/2] bytes; inverse of `unpack_nibbles`."""
+    pair = nibbles.astype(jnp.uint8).reshape(*nibbles.shape[:-1], -1, 2)
+    return pair[..., 0] | (pair[..., 1] << 4)
+
+
+def _spread(scale: jax.Array, group: int, width: int, axis: int) -> jax.Array:
+    """Repeat scales along `axis` so that one stands at every element; the last group may be short."""
+    axis = axis % scale.ndim
+    wide = jnp.repeat(scale, group, axis=axis)
+    return lax.slice_in_dim(wide, 0, width, axis=axis)
+
+
+def dequantize(weight: Quantized, dtype: Any = jnp.bfloat16) -> jax.Array:
+    """The stored weight [..., N, K] as floats; exact in bfloat16 and wider."""
+    scale = decode_e8m0(weight.scale)
+    if weight.format == "fp4_group":
+        value = decode_e2m1(unpack_nibbles(weight.codes))
+    else:
+        value = decode_e4m3(weight.codes)
+    if weight.format == "fp8_block":
+        scale = _spread(scale, GROUP, value.shape[-2], -2)
+    scale = _spread(scale, GROUP, value.shape[-1], -1)
+    return (value * scale).astype(dtype)
+
+
+# -- encoding --------------------------------------------------------------------------------------
+
+
+def pow2ceil(a: jax.Array) -> jax.Array:
+    """Smallest power of two >= a, for positive normal float32, computed on bits (model spec 6.1)."""
+    bits = lax.bitcast_convert_type(a.astype(jnp.float32), jnp.uint32)
+    exponent = (bits >> 23) + ((bits & 0x7FFFFF) != 0).astype(jnp.uint32)
+    return lax.bitcast_convert_type(exponent << 23, jnp.float32)
+
+
+def encode_e8m0(scale: jax.Array) -> jax.Array:
+    """Exact powers of two (float32, normal) -> uint8 exponents."""
+    return (lax.bitcast_convert_type(scale, jnp.uint32) >> 23).astype(jnp.uint8)
+
+
+def encode_e4m3(value: jax.Array) -> jax.Array:
+    """float32 already inside [-448, 448] -> uint8 e4m3 codes, round to nearest even."""
+    return lax.bitcast_convert_type(value.astype(jnp.float8_e4m3fn), jnp.uint8)
+
+
+def encode_e2m1(value: jax.Array) -> jax.Array:
+    """float32 inside [-6, 6] -> nibbles; ties go to the even code, the sign of zero is kept (6.3)."""
+    m = jnp.abs(value)
+    steps = (m > 0.25, m >= 0.75, m > 1.25, m >= 1.75, m > 2.5, m >= 3.5, m > 5.0)
+    code = functools.reduce(lambda a, b: a + b, [s.astype(jnp.uint8) for s in steps])
+    sign = lax.bitcast_convert_type(value, jnp.uint32) >> 31
+    return code | (sign.astype(jnp.uint8) << 3)
+
+
+def _groups(x: jax.Array, group: int) -> jax.Array:
+    if x.shape[-1] % group:
+        raise ValueError(f"last axis must be a multiple of {group} to be quantized, got {x.shape[-1]}")
+    return x.astype(jnp.float32).reshape(*x.shape[:-1], -1, group)
+
+
+def _scaled(x: jax.Array, scale: jax.Array, limit: float) -> jax.Array:
+    return jnp.clip(x / scale[..., None], -limit, limit)
+
+
+def _fp8(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """[..., K] -> (values/scale clamped [..., K/32, 32], scale [..., K/32]) of `q8` (model spec 6.2)."""
+    g = _groups(x, GROUP)
+    amax = jnp.maximum(jnp.max(jnp.abs(g), axis=-1), np.float32(1e-4))
+    scale = pow2ceil(amax * np.float32(1 / _E4M3_MAX))
+    return _scaled(g, scale, _E4M3_MAX), scale
+
+
+def _fp4_e8m0(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    g = _groups(x, GROUP)
+    amax = jnp.maximum(jnp.max(jnp.abs(g), axis=-1), np.float32(6 * 2.0**-126))
+    scale = pow2ceil(amax * np.float32(1 / _E2M1_MAX))
+    return _scaled(g, scale, _E2M1_MAX), scale
+
+
+def _fp4_e4m3(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    g = _groups(x, MAIN_KV_GROUP)
+    amax = jnp.maximum(jnp.max(jnp.abs(g), axis=-1), np.float32(6 * 2.0**-9))
+    scale = decode_e4m3(encode_e4m3(jnp.minimum(amax / np.float32(6), np.float32(_E4M3_MAX))))
+    return _scaled(g, scale, _E2M1_MAX), scale
+
+
+def _flat(x: jax.Array) -> jax.Array:
+    return x.reshape(*x.shape[:-2], -1)
+
+
+def _straight_through(f):
+    """Gradient of a rounding taken as the identity, as in quantization-aware training."""
+    wrapped = jax.custom_jvp(f)
+    wrapped.defjvp(lambda primals, tangents: (wrapped(primals[0]), tangents[0]))
+    return wrapped
+
+
+@_straight_through
+def qdq_fp8(x: jax.Array) -> jax.Array:
+    """Quantize and dequantize by groups of 32 with power-of-two scales; `qdq8` of model spec 6.2.
+
+    x [..., K] any float dtype -> same shape and dtype, values exact in bfloat16.
+    """
+    value, scale = _fp8(x)
+    return _flat(decode_e4m3(encode_e4m3(value)) * scale[..., None]).astype(x.dtype)
+
+
+@_straight_through
+def qdq_index(x: jax.Array) -> jax.Array:
+    """FP4 by 32 with power-of-two scales, for index queries and keys (`q4_e8m0`, model spec 6.3)."""
+    value, scale = _fp4_e8m0(x)
+    return _flat(decode_e2m1(encode_e2m1(value)) * scale[..., None]).astype(x.dtype)
+
+
+@_straight_through
+def qdq_main(x: jax.Array) -> jax.Array:
+    """FP4 by 16 with e4m3 scales, for the compressed main KV (`q4_e4m3`, model spec 6.3)."""
+    value, scale = _fp4_e4m3(x)
+    return _flat(decode_e2m1(encode_e2m1(value)) * scale[..., None]).astype(x.dtype)
+
+
+# -- packed cache rows -----------------------------------------------------------------------------
+
+
+def window_bytes(width: int) -> int:
+    """Bytes of one packed window KV row (released: 512 + 16 = 528, model spec 15)."""
+    return width + width // GROUP
+
+
+def main_bytes(width: int) -> int:
+    """Bytes of one packed compressed KV entry (released: 256 + 32 = 288)."""
+    return width // 2 + width // MAIN_KV_GROUP
+
+
+def index_bytes(width: int) -> int:
+    """Bytes of one packed index key (released: 64 + 4 = 68)."""
+    return width // 2 + width // GROUP
+
+
+def pack_window(x: jax.Array) -> jax.Array:
+    """[..., K] -> uint8 [..., window_bytes(K)]: e4m3 codes, then e8m0 scales."""
+    value, scale = _fp8(x)
+    return jnp.concatenate([encode_e4m3(_flat(value)), encode_e8m0(scale)], axis=-1)
+
+
+def unpack_window(row: jax.Array, width: int, dtype: Any) -> jax.Array:
+    """Inverse of `pack_window`, equal in every bit to `qdq_fp8` of the packed vector."""
+    scale = _spread(decode_e8m0(row[..., width:]), GROUP, width, -1)
+    return (decode_e4m3(row[..., :width]) * scale).astype(dtype)
+
+
+def pack_main(x: jax.Array) -> jax.Array:
+    """[..., K] -> uint8 [..., main_bytes(K)]: e2m1 nibbles, then e4m3 scales."""
+    value, scale = _fp4_e4m3(x)
+    return jnp.concatenate([pack_nibbles(_flat(encode_e2m1(value))), encode_e4m3(scale)], axis=-1)
+
+
+def unpack_main(row: jax.Array, width: int, dtype: Any) -> jax.Array:
+    """Inverse of `pack_main`, equal in every bit to `qdq_main` of the packed vector."""
+    half = width // 2
+    scale = _spread(decode_e4m3(row[..., half:]), MAIN_KV_GROUP, width, -1)
+    return (decode_e2m1(unpack_nibbles(row[..., :half])) * scale).astype(dtype)
+
+
+def pack_index(x: jax.Array) -> jax.Array:
+    """[..., K] -> uint8 [..., index_bytes(K)]: e2m1 nibbles, then e8m0 scales."""
+    value, scale = _fp4_e8m0(x)
+    return jnp.concatenate([pack_nibbles(_flat(encode_e2m1(value))), encode_e8m0(scale)], axis=-1)
+
+
+def unpack_index(row: jax.Array, width: int, dtype: Any) -> jax.Array:
+    """Inverse of `pack_index`, equal in every bit to `qdq_index` of the packed vector."""
+    half = width // 2
+    scale = _spread(decode_e8m0(row[..., half:]), GROUP, width, -1)
+    return (decode_e2m1(unpack_nibbles(row[..., :half])) * scale).astype(dtype)
+
+
+# -- weights ---------------------------------------------------------------------------------------
+
+
+def _block_amax(w: jax.Array, rows: int) -> jax.Array:
+    """Largest magnitude of every [rows, 32] tile of [..., N, K]; edge tiles may be smaller."""
+    n, k = w.shape[-2:]
+    lead = [(0, 0)] * (w.ndim - 2)
+    padded = jnp.pad(jnp.abs(w), [*lead, (0, -n % rows), (0, -k % GROUP)])
+    tiles = padded.reshape(*w.shape[:-2], -1, rows, padded.shape[-1] // GROUP, GROUP)
+    return jnp.max(tiles, axis=(-3, -1))
+
+
+def quantize(w: jax.Array, format: Format) -> Quantized:
+    """Store float weights [..., N, K] in a released format; the scale is pow2ceil(amax / largest)."""
+    w = w.astype(jnp.float32)
+    rows = GROUP if format == "fp8_block" else 1
+    limit = _E2M1_MAX if format == "fp4_group" else _E4M3_MAX
+    amax = jnp.maximum(_block_amax(w, rows), np.float32(1e-12))
+    scale = pow2ceil(amax * np.float32(1 / limit))
+    wide = _spread(_spread(scale, rows, w.shape[-2], -2), GROUP, w.shape[-1], -1)
+    value = jnp.clip(w / wide, -limit, limit)
+    if format == "fp4_group":
+        return Quantized(pack_nibbles(encode_e2m1(value)), encode_e8m0(scale), format)
+    return Quantized(encode_e4m3(value), encode_e8m0(scale), format)
