@@ -1,0 +1,32 @@
+"""Every test of this folder that asks for `folder` and `mode` runs once per recorded pair."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.golden import reader
+
+HERE = Path(__file__).parent
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "folder" not in metafunc.fixturenames:
+        return
+    given = metafunc.config.getoption("--golden-dir")
+    found = reader.folders(Path(given) if given else HERE)
+    wanted = getattr(metafunc.module, "MODE", None)
+    pairs = [(f, m) for f in found for m in f.modes if wanted in (None, m)]
+    ids = [f"{f.name}-{m}" for f, m in pairs]
+    if not pairs:
+        reason = f"no folder with a golden_{wanted or '*'}.safetensors under {given or HERE}"
+        pairs = [pytest.param(None, None, marks=pytest.mark.skip(reason=reason))]
+        ids = ["none"]
+    metafunc.parametrize(("folder", "mode"), pairs, ids=ids)
+
+
+@pytest.fixture(scope="session")
+def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where compressed checkpoints are unpacked, once per run."""
+    return tmp_path_factory.mktemp("golden")
