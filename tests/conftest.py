@@ -1,0 +1,80 @@
+"""Switches of the whole suite; they are set before any test touches a JAX device."""
+
+import shutil
+import tempfile
+from pathlib import Path
+
+import hypothesis
+import jax
+import pytest
+
+# --- numerics switches -------------------------------------------------------------------------
+# An unwanted float64 or a silently broadcast axis is an error, not a surprise three files later.
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+# --- end of numerics switches ------------------------------------------------------------------
+
+# Sharded programs are tested on four CPU devices; harmless where the default device is a GPU.
+jax.config.update("jax_num_cpu_devices", 4)
+
+# A compiling example has no meaningful deadline. The default profile draws the same examples in
+# every run; `--hypothesis-profile=explore` draws new ones.
+for _name, _fixed in (("fixed", True), ("explore", False)):
+    hypothesis.settings.register_profile(
+        _name,
+        deadline=None,
+        derandomize=_fixed,
+        suppress_health_check=[hypothesis.HealthCheck.too_slow],
+    )
+hypothesis.settings.load_profile("fixed")
+
+RECORDED = Path(__file__).parent / "golden"
+_CACHE = pytest.StashKey[str]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--golden-dir",
+        metavar="DIR",
+        help="run the recorded-vector checks on DIR instead of tests/golden; a check whose files "
+        "DIR does not have is skipped",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """One compilation cache for this run: made here, shared by all workers, removed at the end."""
+    shared = getattr(config, "workerinput", {}).get("compilation_cache")
+    if shared is None:
+        shared = config.stash[_CACHE] = tempfile.mkdtemp(prefix="deepinfer-jax-tests-")
+    jax.config.update("jax_compilation_cache_dir", shared)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node) -> None:
+    """Tell a worker of pytest-xdist where the run's compilation cache is."""
+    node.workerinput["compilation_cache"] = node.config.stash[_CACHE]
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    made = config.stash.get(_CACHE, None)
+    if made is not None:
+        shutil.rmtree(made, ignore_errors=True)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu") and jax.default_backend() != "gpu":
+        pytest.skip(f"needs a CUDA device, the default backend is {jax.default_backend()}")
+
+
+@pytest.fixture(scope="session")
+def golden_root(pytestconfig: pytest.Config) -> Path:
+    """Folder of recorded vectors: tests/golden, or the folder given with --golden-dir."""
+    given = pytestconfig.getoption("--golden-dir")
+    if given is None:
+        return RECORDED
+    folder = Path(given)
+    if not folder.is_dir():
+        raise pytest.UsageError(f"--golden-dir {given}: no such folder")
+    return folder

@@ -1,0 +1,312 @@
+"""What the house rules say about source text, as pure functions; used by test_layering.py."""
+
+import ast
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+PACKAGE = "deepinfer_jax"
+
+# Data flows down this list, so an import goes up it. An entry names a module or a sub-package;
+# modules below one entry may import each other as long as they form no cycle. "" is the package's
+# own __init__, the public names.
+ORDER = (
+    "resources",
+    "config",
+    "axes",
+    "quant",
+    "numerics",
+    "tables",
+    "params",
+    "safetensors",
+    "checkpoint",
+    "cache",
+    "model",
+    "steps",
+    "sampling",
+    "text",
+    "generate",
+    "engine",
+    "",
+    "training",
+    "cli",
+    "__main__",
+)
+SUMS_ALLOWED = ("numerics", "training")
+ENVIRONMENT_ALLOWED = ("cli", "__main__")
+NAMELESS = {"utils", "util", "common", "misc", "helpers"}
+FILE_LINES = 500
+FUNCTION_LINES = 60
+
+_SUMS = {
+    "jax.numpy": "sum nansum mean nanmean average std nanstd var nanvar cumsum nancumsum "
+    "cumulative_sum dot vdot vecdot matvec vecmat inner matmul tensordot einsum trace trapezoid "
+    "convolve correlate cov corrcoef add.reduce add.accumulate add.at add.reduceat "
+    "linalg.norm linalg.vector_norm linalg.matrix_norm linalg.matmul linalg.vecdot "
+    "linalg.tensordot linalg.multi_dot",
+    "jax.lax": "dot dot_general batch_matmul ragged_dot ragged_dot_general conv "
+    "conv_general_dilated psum pmean psum_scatter reduce_sum cumsum cumlogsumexp scatter_add",
+    "jax.nn": "softmax log_softmax logsumexp logmeanexp standardize dot_product_attention "
+    "scaled_matmul scaled_dot_general",
+    "jax.scipy.special": "logsumexp softmax log_softmax",
+    "jax.ops": "segment_sum",
+    "jax.experimental.pallas": "dot",
+}
+SUMS = {f"{module}.{name}" for module, names in _SUMS.items() for name in names.split()}
+# These sum or do not sum depending on the function they are given.
+REDUCERS = {"jax.lax.reduce", "jax.lax.reduce_window", "jax.lax.associative_scan"}
+EXACT = {
+    f"{module}.{name}"
+    for module, names in {
+        "jax.lax": "max min bitwise_and bitwise_or bitwise_xor",
+        "jax.numpy": "maximum minimum logical_and logical_or bitwise_and bitwise_or bitwise_xor",
+    }.items()
+    for name in names.split()
+}
+SUM_METHODS = {"sum", "mean", "dot", "cumsum", "std", "var", "trace"}
+INTEGER = re.compile(r"u?int(4|8|16|32|64|p)?|bool_?")
+
+
+@dataclass(frozen=True)
+class Module:
+    """One source file: dotted name inside the package ("" is its __init__), path and text."""
+
+    name: str
+    path: str
+    text: str
+
+    @property
+    def is_package(self) -> bool:
+        return Path(self.path).name == "__init__.py"
+
+
+def read_modules(folder: Path, root: Path) -> list[Module]:
+    """Every Python file below `folder`; paths are relative to `root`."""
+    modules = []
+    for path in sorted(folder.rglob("*.py")):
+        parts = path.relative_to(folder).with_suffix("").parts
+        if parts[-1] == "__init__":
+            parts = parts[:-1]
+        text = path.read_text(encoding="utf-8")
+        modules.append(Module(".".join(parts), str(path.relative_to(root)), text))
+    return modules
+
+
+def entry_of(name: str) -> str | None:
+    """The entry of ORDER that `name` belongs to."""
+    head = name.split(".", 1)[0]
+    return head if head in ORDER else None
+
+
+def imports_of(module: Module, known: frozenset[str]) -> Iterator[tuple[int, str]]:
+    """(line, module name inside the package) for each import of the package's own modules."""
+    for node in ast.walk(ast.parse(module.text)):
+        if isinstance(node, ast.Import):
+            targets = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = _absolute(module, node)
+            targets = [f"{base}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        for target in targets:
+            if target != PACKAGE and not target.startswith(PACKAGE + "."):
+                continue
+            name = target[len(PACKAGE) + 1 :]
+            while name not in known and name:
+                name = name.rpartition(".")[0]
+            yield node.lineno, name
+
+
+def _absolute(module: Module, node: ast.ImportFrom) -> str:
+    if node.level == 0:
+        return node.module or ""
+    parts = [PACKAGE, *filter(None, module.name.split("."))]
+    parts = parts[: len(parts) - node.level + (1 if module.is_package else 0)]
+    return ".".join([*parts, *filter(None, [node.module])])
+
+
+def wrong_imports(modules: list[Module]) -> Iterator[str]:
+    """Modules without a place in ORDER, and imports that do not go up it."""
+    known = frozenset(module.name for module in modules)
+    for module in modules:
+        here = entry_of(module.name)
+        if here is None:
+            yield f"{module.path}: {module.name} has no place in ORDER of tests/layering.py"
+            continue
+        for line, target in imports_of(module, known):
+            there = entry_of(target)
+            if there is None or there == here:
+                continue
+            if ORDER.index(there) > ORDER.index(here):
+                name = target or PACKAGE
+                yield f"{module.path}:{line}: imports {name}, which comes later in the data flow"
+
+
+def import_cycles(modules: list[Module]) -> Iterator[str]:
+    """Cycles among the package's modules, each reported once by its members."""
+    known = frozenset(module.name for module in modules)
+    graph = {
+        module.name: {target for _, target in imports_of(module, known)} - {module.name}
+        for module in modules
+    }
+    reach = {name: _reachable(graph, name) for name in graph}
+    seen: set[frozenset[str]] = set()
+    for name in graph:
+        ring = frozenset(other for other in reach[name] if name in reach.get(other, ()))
+        if ring and ring not in seen:
+            seen.add(ring)
+            yield "import cycle: " + ", ".join(sorted(member or PACKAGE for member in ring))
+
+
+def _reachable(graph: Mapping[str, set[str]], start: str) -> set[str]:
+    found: set[str] = set()
+    front = set(graph[start])
+    while front:
+        found |= front
+        front = {after for name in front for after in graph.get(name, ())} - found
+    return found
+
+
+class _Names:
+    """Resolves `jnp.sum` to `jax.numpy.sum` through the imports of one file."""
+
+    def __init__(self, tree: ast.AST) -> None:
+        self.table: dict[str, str] = {}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import):
+                for alias in node.names:
+                    head = alias.name.split(".", 1)[0]
+                    self.table[alias.asname or head] = alias.name if alias.asname else head
+            elif isinstance(node, ast.ImportFrom):
+                base = "." * node.level + (node.module or "")
+                for alias in node.names:
+                    self.table[alias.asname or alias.name] = f"{base}.{alias.name}"
+
+    def resolve(self, node: ast.AST) -> str | None:
+        """Dotted name of an imported thing; None for anything that is not one."""
+        if isinstance(node, ast.Name):
+            return self.table.get(node.id)
+        if isinstance(node, ast.Attribute):
+            base = self.resolve(node.value)
+            return None if base is None else f"{base}.{node.attr}"
+        return None
+
+
+def bare_sums(module: Module) -> Iterator[str]:
+    """Floating-point sums outside `numerics`.
+
+    A sum is exempt when its text says that it counts: a `dtype=` or `preferred_element_type=` of
+    an integer or boolean type, an operand (or each of a tuple of operands) written
+    `x.astype(jnp.int32)`, or `.at[i].add(1)`.
+    """
+    if entry_of(module.name) in SUMS_ALLOWED:
+        return
+    tree = ast.parse(module.text)
+    names = _Names(tree)
+    called = {id(node.func): node for node in ast.walk(tree) if isinstance(node, ast.Call)}
+    for node in ast.walk(tree):
+        what = _sum_name(node, names)
+        call = called.get(id(node))
+        if what is None or (call is not None and _counts(call, what, names)):
+            continue
+        yield (
+            f"{module.path}:{node.lineno}: {what} outside numerics; call numerics, or mark a count "
+            "with an integer dtype"
+        )
+
+
+def _sum_name(node: ast.AST, names: _Names) -> str | None:
+    if isinstance(node, ast.BinOp | ast.AugAssign) and isinstance(node.op, ast.MatMult):
+        return "@"
+    if not isinstance(node, ast.Attribute | ast.Name) or not isinstance(node.ctx, ast.Load):
+        return None
+    resolved = names.resolve(node)
+    if resolved is not None:
+        return resolved if resolved in SUMS | REDUCERS else None
+    if not isinstance(node, ast.Attribute):
+        return None
+    if node.attr in SUM_METHODS:
+        return f".{node.attr}()"
+    if node.attr in {"add", "subtract"} and _is_at(node.value):
+        return f".at[].{node.attr}()"
+    return None
+
+
+def _is_at(node: ast.AST) -> bool:
+    return (
+        isinstance(node, ast.Subscript)
+        and isinstance(node.value, ast.Attribute)
+        and node.value.attr == "at"
+    )
+
+
+def _counts(call: ast.Call, what: str, names: _Names) -> bool:
+    if what in REDUCERS and any(names.resolve(given) in EXACT for given in _arguments(call)):
+        return True
+    for keyword in call.keywords:
+        if keyword.arg in {"dtype", "preferred_element_type"}:
+            return _is_integer_type(keyword.value)
+    if not call.args:
+        return False
+    operand = call.args[0]
+    if what.startswith(".at[]") and isinstance(operand, ast.Constant):
+        return isinstance(operand.value, int)
+    operands = operand.elts if isinstance(operand, ast.Tuple) else [operand]
+    return all(_is_cast_to_integer(each) for each in operands)
+
+
+def _is_cast_to_integer(node: ast.expr) -> bool:
+    return (
+        isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr == "astype"
+        and bool(node.args)
+        and _is_integer_type(node.args[0])
+    )
+
+
+def _arguments(call: ast.Call) -> list[ast.expr]:
+    return [*call.args, *(keyword.value for keyword in call.keywords)]
+
+
+def _is_integer_type(node: ast.expr) -> bool:
+    if isinstance(node, ast.Constant):
+        return isinstance(node.value, str) and INTEGER.fullmatch(node.value) is not None
+    name = node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
+    return INTEGER.fullmatch(name) is not None
+
+
+def environment_reads(module: Module) -> Iterator[str]:
+    """Uses of environment variables below the command line."""
+    if entry_of(module.name) in ENVIRONMENT_ALLOWED:
+        return
+    tree = ast.parse(module.text)
+    names = _Names(tree)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute | ast.Name):
+            name = names.resolve(node)
+            if name in {"os.environ", "os.environb", "os.getenv", "os.getenvb"}:
+                yield f"{module.path}:{node.lineno}: {name} below the command line; pass a value"
+
+
+def nameless(module: Module) -> Iterator[str]:
+    """File and folder names that say nothing."""
+    for part in Path(module.path).with_suffix("").parts:
+        if part.lower() in NAMELESS:
+            yield f"{module.path}: name the thing instead of {part!r}"
+
+
+def oversized(module: Module) -> Iterator[str]:
+    """Files and functions that do not fit."""
+    lines = module.text.count("\n")
+    if lines > FILE_LINES:
+        yield f"{module.path}: {lines} lines, at most {FILE_LINES}"
+    for node in ast.walk(ast.parse(module.text)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            length = (node.end_lineno or node.lineno) - node.lineno + 1
+            if length > FUNCTION_LINES:
+                yield (
+                    f"{module.path}:{node.lineno}: {node.name} has {length} lines, "
+                    f"at most {FUNCTION_LINES}"
+                )

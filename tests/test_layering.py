@@ -1,0 +1,215 @@
+"""The house rules that a program can check, and planted violations of each."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests import layering
+from tests.layering import Module
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = layering.read_modules(ROOT / "deepinfer_jax", ROOT)
+SHIPPED = PACKAGE + [
+    module
+    for folder in ("kernels_bridge", "ascend")
+    for module in layering.read_modules(ROOT / folder, ROOT)
+]
+
+
+def report(findings):
+    listed = list(findings)
+    assert not listed, "\n" + "\n".join(listed)
+
+
+def per_module(rule, modules):
+    return (finding for module in modules for finding in rule(module))
+
+
+def test_imports_follow_the_data_flow():
+    report(layering.wrong_imports(PACKAGE))
+
+
+def test_imports_form_no_cycle():
+    report(layering.import_cycles(PACKAGE))
+
+
+def test_floating_point_sums_live_in_numerics():
+    report(per_module(layering.bare_sums, PACKAGE))
+
+
+def test_no_environment_variable_below_the_command_line():
+    report(per_module(layering.environment_reads, PACKAGE))
+
+
+def test_modules_are_named_after_what_they_hold():
+    report(per_module(layering.nameless, SHIPPED))
+
+
+def test_files_and_functions_fit():
+    report(per_module(layering.oversized, SHIPPED))
+
+
+def test_importing_the_package_touches_no_device():
+    """Setting the number of CPU devices is refused once a backend exists."""
+    program = "import deepinfer_jax, jax; jax.config.update('jax_num_cpu_devices', 3)"
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT, timeout=120)
+
+
+def test_importing_the_package_loads_nothing_optional():
+    optional = ["optax", "orbax", "fastapi", "llguidance", "torch", "matplotlib", "tokenizers"]
+    program = (
+        "import sys, deepinfer_jax\n"
+        f"loaded = [name for name in {optional} if name in sys.modules]\n"
+        "sys.exit(', '.join(loaded) or 0)"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT, timeout=120)
+
+
+# --- planted violations ------------------------------------------------------------------------
+
+
+def planted(text, name="steps"):
+    return Module(name, f"deepinfer_jax/{name.replace('.', '/')}.py", text)
+
+
+IMPORTS = "import jax\nimport jax.numpy as jnp\nimport numpy as np\nfrom jax import lax\n"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "y = jnp.sum(x)",
+        "y = jnp.sum(x, dtype=jnp.float32)",
+        "y = jax.numpy.mean(x, axis=-1)",
+        "y = jnp.einsum('td,dk->tk', x, w)",
+        "y = x @ w",
+        "x @= w",
+        "y = x.sum(axis=0)",
+        "y = (x * x).mean(-1, keepdims=True)",
+        "y = x.dot(w)",
+        "y = lax.dot_general(x, w, dims)",
+        "y = lax.dot_general(x, w, dims, preferred_element_type=jnp.float32)",
+        "y = lax.psum(x, 'data')",
+        "y = lax.psum(x.astype(jnp.float32), 'data')",
+        "y = lax.reduce(x, 0.0, lax.add, (0,))",
+        "y = lax.reduce((x.astype(jnp.uint32), y), (0, 0), both, (0,))",
+        "y = jnp.add.reduce(x)",
+        "y = jax.nn.softmax(x)",
+        "y = jax.scipy.special.logsumexp(x)",
+        "y = jnp.linalg.norm(x)",
+        "y = x.at[i].add(v)",
+        "y = jax.ops.segment_sum(x, i)",
+        "y = jax.tree.map(jnp.sum, tree)",
+        "from jax.numpy import matmul as mm; y = mm(x, w)",
+        "import jax.lax as l; y = l.cumsum(x)",
+    ],
+)
+def test_a_floating_point_sum_is_found(line):
+    findings = list(layering.bare_sums(planted(IMPORTS + line)))
+    assert len(findings) == 1
+    assert "deepinfer_jax/steps.py:5: " in findings[0]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "y = jnp.sum(x, dtype=jnp.int32)",
+        "y = mask.sum(axis=0, dtype=np.int64)",
+        "y = x.sum(dtype='uint32')",
+        "y = jnp.count_nonzero(mask)",
+        "y = lax.psum(mask.astype(jnp.int32), 'data')",
+        "y = lax.dot_general(x, w, dims, preferred_element_type=jnp.int32)",
+        "y = lax.reduce(x, -1.0, lax.max, (0,))",
+        "y = lax.reduce((x.astype(jnp.uint32), y.astype(jnp.int32)), (0, 0), both, (0,))",
+        "y = lax.associative_scan(jnp.maximum, x)",
+        "y = x.at[i].add(1)",
+        "y = x.at[i].set(v)",
+        "y = jnp.max(x)",
+        "y = np.sum(sizes)",
+        "y = sum(sizes)",
+        "from deepinfer_jax import numerics; y = numerics.dot(x, w)",
+        "x.sum = 3",
+    ],
+)
+def test_a_count_or_an_exact_reduction_passes(line):
+    assert list(layering.bare_sums(planted(IMPORTS + line))) == []
+
+
+@pytest.mark.parametrize("name", ["numerics", "numerics.rows", "training.loss"])
+def test_sums_have_a_home(name):
+    assert list(layering.bare_sums(planted(IMPORTS + "y = jnp.sum(x)", name))) == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "import deepinfer_jax.cli",
+        "from deepinfer_jax import cli",
+        "from deepinfer_jax.cli import main",
+        "from . import cli",
+        "from .cli import main",
+        "def late():\n    from deepinfer_jax import cli",
+        "from deepinfer_jax import load",
+    ],
+)
+def test_an_import_against_the_data_flow_is_found(line):
+    modules = [planted(line), planted("", "cli"), Module("", "deepinfer_jax/__init__.py", "")]
+    (finding,) = layering.wrong_imports(modules)
+    assert finding.startswith("deepinfer_jax/steps.py:")
+    assert "later in the data flow" in finding
+
+
+def test_relative_imports_are_resolved_from_packages_too():
+    package = Module("model", "deepinfer_jax/model/__init__.py", "from . import rope\n")
+    inner = planted("from .. import cli\nfrom ..quant import encode", "model.rope")
+    modules = [package, inner, planted("", "cli"), planted("", "quant")]
+    (finding,) = layering.wrong_imports(modules)
+    assert finding.startswith("deepinfer_jax/model/rope.py:1: imports cli")
+
+
+def test_an_import_with_the_data_flow_passes():
+    modules = [planted("import os\nfrom deepinfer_jax.config import Limits"), planted("", "config")]
+    assert list(layering.wrong_imports(modules)) == []
+
+
+def test_a_module_without_a_place_is_found():
+    (finding,) = layering.wrong_imports([planted("", "surprise")])
+    assert "surprise has no place" in finding
+
+
+def test_a_cycle_inside_one_entry_is_found():
+    modules = [
+        planted("from deepinfer_jax.model import moe", "model.block"),
+        planted("from deepinfer_jax.model import block", "model.moe"),
+        planted("from deepinfer_jax.model import block", "model.forward"),
+    ]
+    assert list(layering.import_cycles(modules)) == ["import cycle: model.block, model.moe"]
+    assert list(layering.wrong_imports(modules)) == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import os\nx = os.environ['A']",
+        "import os\nx = os.getenv('A')",
+        "from os import environ as e\ne",
+    ],
+)
+def test_an_environment_read_is_found(text):
+    assert any(layering.environment_reads(planted(text)))
+    assert not any(layering.environment_reads(planted(text, "cli")))
+
+
+@pytest.mark.parametrize("name", ["utils", "model.common", "misc.sorting"])
+def test_a_nameless_module_is_found(name):
+    assert any(layering.nameless(planted("", name)))
+
+
+def test_an_oversized_file_and_function_are_found():
+    long_function = "def f():\n" + "    x = 1\n" * layering.FUNCTION_LINES
+    (finding,) = layering.oversized(planted(long_function))
+    assert "f has 61 lines" in finding
+    (finding,) = layering.oversized(planted("x = 1\n" * (layering.FILE_LINES + 1)))
+    assert "501 lines" in finding
