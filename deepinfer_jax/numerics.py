@@ -145,7 +145,8 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float, dtype: Any) -> jax.Arr
     """[..., K] normalised in float32 and rounded once to `dtype` (model spec 6.5)."""
     scale = lax.rsqrt(mean_square(x) + np.float32(eps))
     y = x.astype(jnp.float32) * scale[..., None]
-    return round_to(weight.astype(jnp.float32) * y, dtype)
+    gain = weight.astype(jnp.float32).reshape((1,) * (y.ndim - 1) + (-1,))
+    return round_to(gain * y, dtype)
 
 
 def logsumexp(x: jax.Array) -> jax.Array:
