@@ -1,0 +1,1 @@
+"""How spark-tiny was made: its corpus, its tokenizer, its training."""
