@@ -34,8 +34,9 @@ class VisionConfig:
 class LayerKind:
     """What one backbone layer does; layers of equal kind run the same program.
 
-    `ratio` is the compression ratio m of the global KV it reads (0: window only). `engram` and `tap` are
-    ordinals (n-th Engram layer, n-th DSpark tap) or None.
+    `ratio` is the compression ratio m of the global KV it reads (0: window only). `engram` is
+    the ordinal of its Engram layer or None; `tap` marks a layer whose input DSpark reads; `boundary` is
+    the first decoder layer, where a prefill may drop rows (model spec 16).
     """
 
     ratio: int
@@ -46,6 +47,7 @@ class LayerKind:
     engram: int | None
     tap: bool
     decoder: bool
+    boundary: bool
 
     @property
     def role(self) -> str:
@@ -168,6 +170,7 @@ class ModelConfig:
             engram=self.engram_layer_ids.index(layer) if layer in self.engram_layer_ids else None,
             tap=layer in self.dspark_target_layer_ids,
             decoder=layer >= self.num_encoder_layers,
+            boundary=layer == self.num_encoder_layers,
         )
 
     # -- reading and writing ---------------------------------------------------------------------
@@ -300,14 +303,18 @@ def _read(cls: type, data: Mapping[str, Any], names: Mapping[str, str], skip=fro
 def _check_fixed(data: Mapping[str, Any]) -> None:
     for key, value in _FIXED.items():
         if key in data and data[key] != value:
-            raise ValueError(f"field {key!r} must be {value!r} for this architecture, got {data[key]!r}")
+            raise ValueError(
+                f"field {key!r} must be {value!r} for this architecture, got {data[key]!r}"
+            )
 
 
 def _from_nested(data: Mapping[str, Any]) -> dict[str, Any]:
     text = dict(data["text_config"])
     scaling = text.get("rope_scaling")
     if not isinstance(scaling, Mapping):
-        raise ValueError(f"field 'rope_scaling' must be an object with the YaRN constants, got {scaling!r}")
+        raise ValueError(
+            f"field 'rope_scaling' must be an object with the YaRN constants, got {scaling!r}"
+        )
     if scaling.get("rope_type", "yarn") != "yarn":
         raise ValueError(f"field 'rope_type' must be 'yarn', got {scaling['rope_type']!r}")
     text.update({k: v for k, v in scaling.items() if k != "rope_type"})
@@ -399,12 +406,16 @@ def _check_sizes(cfg: ModelConfig) -> None:
     )
     for name in ("head_dim", "index_head_dim", "engram_head_dim"):
         width = getattr(cfg, name)
-        _require(width % 32 == 0, f"{name} must be a multiple of 32 (KV quantizer groups), got {width}")
+        _require(
+            width % 32 == 0, f"{name} must be a multiple of 32 (KV quantizer groups), got {width}"
+        )
     if cfg.quantized:
         names = "hidden_size moe_intermediate_size q_lora_rank o_lora_rank".split()
         for name in names:
             width = getattr(cfg, name)
-            _require(width % 32 == 0, f"{name} must be a multiple of 32 when quantized, got {width}")
+            _require(
+                width % 32 == 0, f"{name} must be a multiple of 32 when quantized, got {width}"
+            )
     _require(
         cfg.num_experts_per_tok <= cfg.n_routed_experts,
         f"num_experts_per_tok={cfg.num_experts_per_tok} exceeds n_routed_experts={cfg.n_routed_experts}",
@@ -418,8 +429,12 @@ def _check_roles(cfg: ModelConfig) -> None:
         len(ratios) in (layers, total),
         f"compress_ratios must have {layers} or {total} entries, got {len(ratios)}",
     )
-    _require(not any(ratios[layers:]), "compress_ratios of the DSpark layers must be 0 (window only)")
-    _require(all(m in (0, 1, 2) for m in ratios), f"compress_ratios must be 0, 1 or 2, got {ratios}")
+    _require(
+        not any(ratios[layers:]), "compress_ratios of the DSpark layers must be 0 (window only)"
+    )
+    _require(
+        all(m in (0, 1, 2) for m in ratios), f"compress_ratios must be 0, 1 or 2, got {ratios}"
+    )
     sources, indexers = cfg.kv_source_layer_ids, cfg.index_source_layer_ids
     for name in ("kv_source_layer_ids", "index_source_layer_ids", "engram_layer_ids",
                  "dspark_target_layer_ids"):  # fmt: skip
@@ -434,7 +449,9 @@ def _check_roles(cfg: ModelConfig) -> None:
         if ratios[layer] == 0:
             _require(layer not in indexers, f"window-only layer {layer} cannot be an index source")
         else:
-            _require(source is not None, f"layer {layer} has ratio {ratios[layer]} but no kv source")
+            _require(
+                source is not None, f"layer {layer} has ratio {ratios[layer]} but no kv source"
+            )
             _require(
                 ratios[layer] == ratios[source],  # pyright: ignore[reportArgumentType, reportCallIssue]
                 f"layer {layer} has ratio {ratios[layer]}, its kv source {source} another",

@@ -10,14 +10,15 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
-from deepinfer_jax import quant
+from deepinfer_jax import axes, quant
 from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.quant import Quantized
 
@@ -303,6 +304,40 @@ def specs(cfg: ModelConfig) -> list[Spec]:
 def shapes(cfg: ModelConfig) -> Params:
     """The tree as `jax.ShapeDtypeStruct`, for ahead-of-time compilation without weights."""
     return jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype), abstract(cfg))
+
+
+def shardings(cfg: ModelConfig, mesh: Mesh, rules: axes.Rules) -> Params:
+    """The tree as `NamedSharding`; ValueError names the leaf that the rules do not fit."""
+    return jax.tree.map(lambda spec: axes.sharding_of(spec, mesh, rules), abstract(cfg))
+
+
+def by_path(tree: Any) -> dict[str, Any]:
+    """Leaves by dotted path in tree order, such as `layers.attn.wq_a.codes`."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
+
+
+def leaf_differences(given: Mapping[str, Any], expected: Mapping[str, Any]) -> list[str]:
+    """One line for every path whose leaf is missing, extra, or of another shape or dtype."""
+    lines = [f"missing {path}" for path in expected if path not in given]
+    for path, leaf in given.items():
+        got = (tuple(leaf.shape), np.dtype(leaf.dtype).name)
+        if path not in expected:
+            lines.append(f"unexpected {path} {got}")
+            continue
+        want = (tuple(expected[path].shape), np.dtype(expected[path].dtype).name)
+        if got != want:
+            lines.append(f"{path} is {got}, expected {want}")
+    return lines
+
+
+def differences(params: Params, cfg: ModelConfig) -> list[str]:
+    """What keeps `params` from being a tree of this config, one line per path; empty if nothing."""
+    expected = shapes(cfg)
+    lines = leaf_differences(by_path(params), by_path(expected))
+    if not lines and jax.tree.structure(params) != jax.tree.structure(expected):
+        lines.append("the quantized formats differ")
+    return lines
 
 
 def is_weight(node: Any) -> bool:

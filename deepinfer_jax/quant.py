@@ -129,7 +129,9 @@ def encode_e2m1(value: jax.Array) -> jax.Array:
 
 def _groups(x: jax.Array, group: int) -> jax.Array:
     if x.shape[-1] % group:
-        raise ValueError(f"last axis must be a multiple of {group} to be quantized, got {x.shape[-1]}")
+        raise ValueError(
+            f"last axis must be a multiple of {group} to be quantized, got {x.shape[-1]}"
+        )
     return x.astype(jnp.float32).reshape(*x.shape[:-1], -1, group)
 
 

@@ -1,0 +1,160 @@
+"""The cache: everything a sequence carries between calls, as one pytree of slots.
+
+Nothing is rolled back. A slot's committed length decides what is real; rejected draft tokens leave
+entries at positions that are overwritten before anything can read them, because every ring has `slack`
+positions more than its reader needs (model spec 14).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from deepinfer_jax import quant
+from deepinfer_jax.config import ModelConfig
+from deepinfer_jax.numerics import Numerics
+from deepinfer_jax.rows import Rows, Spans
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Cache:
+    """State of B slots. Vectors are packed bytes when the KV is quantized, float32 otherwise.
+
+    window   [L, B, R, w]   window KV, position p at p mod R, R = window + slack
+    draft    [M, B, R, w]   context KV of the DSpark layers, same ring
+    kv       per ratio m: [sources, B, N/m, c]  compressed KV, entry j of tokens jm .. jm+m-1
+    keys     per ratio m: [sources, B, N/m, i]  index keys of the same entries
+    pending  [pooled sources, B, P, 2, Hd] float32: (projection, gate) of recent tokens, ring
+    history  [B, Q] int32: compressed token ids of recent tokens (-1 inside an image), ring
+    lengths  [B] int32: committed tokens; set by the transitions in `steps`, never by the model
+    """
+
+    window: jax.Array
+    draft: jax.Array
+    kv: tuple[jax.Array, ...]
+    keys: tuple[jax.Array, ...]
+    pending: jax.Array
+    history: jax.Array
+    lengths: jax.Array
+
+    @property
+    def slots(self) -> int:
+        """Number of slots B."""
+        return self.lengths.shape[0]
+
+
+@dataclasses.dataclass(frozen=True)
+class Codec:
+    """How one kind of vector is stored: packed bytes, or float32 when the KV is not quantized."""
+
+    width: int
+    packed: bool
+    size: int
+    pack: Any
+    unpack: Any
+
+    def store(self, x: jax.Array) -> jax.Array:
+        """[..., width] -> what the cache holds."""
+        return self.pack(x) if self.packed else x.astype(jnp.float32)
+
+    def load(self, row: jax.Array, dtype: Any) -> jax.Array:
+        """What the cache holds -> [..., width], equal in every bit to the vector stored."""
+        return self.unpack(row, self.width, dtype) if self.packed else row.astype(dtype)
+
+    @property
+    def item(self) -> tuple[int, Any]:
+        """(last axis, dtype) of the cache array."""
+        return (self.size, jnp.uint8) if self.packed else (self.width, jnp.float32)
+
+
+def window_codec(cfg: ModelConfig, numerics: Numerics) -> Codec:
+    """Codec of window and draft context KV."""
+    size = quant.window_bytes(cfg.head_dim)
+    return Codec(cfg.head_dim, numerics.quantize_kv, size, quant.pack_window, quant.unpack_window)
+
+
+def main_codec(cfg: ModelConfig, numerics: Numerics) -> Codec:
+    """Codec of compressed KV."""
+    size = quant.main_bytes(cfg.head_dim)
+    return Codec(cfg.head_dim, numerics.quantize_kv, size, quant.pack_main, quant.unpack_main)
+
+
+def index_codec(cfg: ModelConfig, numerics: Numerics) -> Codec:
+    """Codec of index keys."""
+    width = cfg.index_head_dim
+    size = quant.index_bytes(width)
+    return Codec(width, numerics.quantize_kv, size, quant.pack_index, quant.unpack_index)
+
+
+def cache_shapes(
+    cfg: ModelConfig, numerics: Numerics, slots: int, capacity: int, slack: int | None = None
+) -> Cache:
+    """The cache as `jax.ShapeDtypeStruct`.
+
+    Args:
+      slots: number of sequences held.
+      capacity: tokens a slot can hold; rounded up to a multiple of every ratio.
+      slack: most rows of one slot in a verification call; default: DSpark block + 1.
+    """
+    slack = cfg.dspark_block_size + 1 if slack is None else slack
+    for name, value in (("slots", slots), ("capacity", capacity), ("slack", slack)):
+        if value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}")
+    if capacity > cfg.max_position_embeddings:
+        raise ValueError(
+            f"capacity {capacity} exceeds max_position_embeddings={cfg.max_position_embeddings}"
+        )
+    ring = cfg.sliding_window + slack
+    most = max(cfg.ratios, default=1)
+    pooled = sum(1 for s in cfg.kv_source_layer_ids if cfg.compress_ratios[s] > 1)
+
+    def array(lead: tuple[int, ...], codec: Codec) -> jax.ShapeDtypeStruct:
+        last, dtype = codec.item
+        return jax.ShapeDtypeStruct((*lead, last), dtype)
+
+    def entries(codec: Codec) -> tuple[jax.ShapeDtypeStruct, ...]:
+        return tuple(
+            array((len(cfg.kv_sources(m)), slots, -(-capacity // m)), codec) for m in cfg.ratios
+        )
+
+    window = window_codec(cfg, numerics)
+    return Cache(
+        window=array((cfg.num_hidden_layers, slots, ring), window),
+        draft=array((cfg.num_nextn_predict_layers, slots, ring), window),
+        kv=entries(main_codec(cfg, numerics)),
+        keys=entries(index_codec(cfg, numerics)),
+        pending=jax.ShapeDtypeStruct(
+            (pooled, slots, most - 1 + slack, 2, cfg.head_dim), jnp.float32
+        ),
+        history=jax.ShapeDtypeStruct((slots, cfg.engram_lookback + slack), jnp.int32),
+        lengths=jax.ShapeDtypeStruct((slots,), jnp.int32),
+    )
+
+
+def init_cache(
+    cfg: ModelConfig, numerics: Numerics, slots: int, capacity: int, slack: int | None = None
+) -> Cache:
+    """An empty cache; see `cache_shapes` for the arguments."""
+    shapes = cache_shapes(cfg, numerics, slots, capacity, slack)
+    return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+
+
+def entry_bytes_per_token(cfg: ModelConfig) -> float:
+    """Global KV bytes per token in packed form (released: 890, model spec 15)."""
+    each = quant.main_bytes(cfg.head_dim) + quant.index_bytes(cfg.index_head_dim)
+    return sum(len(cfg.kv_sources(m)) * each / m for m in cfg.ratios)
+
+
+def ring_targets(rows: Rows, spans: Spans, ring: int) -> tuple[jax.Array, jax.Array]:
+    """Where rows go in a ring: (slot [T], place [T]); dropped rows get an out-of-range slot.
+
+    Padding is dropped, and so is a row whose place a later row of the same call takes.
+    """
+    to = jnp.where(rows.real, rows.slots, spans.slots)
+    last = jnp.full((spans.slots,), -1, jnp.int32).at[to].max(rows.positions, mode="drop")
+    kept = rows.real & (rows.positions > last[jnp.maximum(rows.slots, 0)] - ring)
+    return jnp.where(kept, rows.slots, spans.slots), rows.positions % ring

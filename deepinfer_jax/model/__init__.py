@@ -1,0 +1,1 @@
+"""The model: one idea per file, pure functions; `forward` joins them."""

@@ -1,0 +1,174 @@
+"""CSA2 attention: queries, window KV, sparse attention over window and selected entries, output.
+
+Model spec 8. Every query attends over a fixed number of slots in ascending position: the window
+right-aligned, then the selected compressed entries; empty slots are masked and contribute exact zeros.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from deepinfer_jax import numerics as nx
+from deepinfer_jax import quant
+from deepinfer_jax.cache import Codec, ring_targets
+from deepinfer_jax.config import ModelConfig
+from deepinfer_jax.model import rope
+from deepinfer_jax.numerics import Numerics
+from deepinfer_jax.rows import Rows, Spans, row_of
+from deepinfer_jax.tables import Rotation
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Query:
+    """low [T, Q] is also the indexer's input; heads [T, H, Hd] are rotated."""
+
+    low: jax.Array
+    heads: jax.Array
+
+
+def query(p: Any, x: jax.Array, angle: Rotation, cfg: ModelConfig, numerics: Numerics) -> Query:
+    """Queries of x [T, D] (model spec 8.1)."""
+    quantized = cfg.quantized
+    low = nx.linear(x, p["wq_a"], numerics, quantized)
+    low = nx.rms_norm(low, p["q_norm"], cfg.rms_norm_eps, numerics.dtype)
+    heads = nx.linear(low, p["wq_b"], numerics, quantized)
+    heads = heads.reshape(-1, cfg.num_attention_heads, cfg.head_dim)
+    return Query(low, rope.rotate(heads, angle))
+
+
+def window_kv(
+    p: Any, x: jax.Array, angle: Rotation, cfg: ModelConfig, numerics: Numerics
+) -> jax.Array:
+    """The window vector, key and value at once, of x [T, D] -> [T, Hd] (model spec 8.2)."""
+    k = nx.linear(x, p["wkv"], numerics, cfg.quantized)
+    k = nx.rms_norm(k, p["kv_norm"], cfg.rms_norm_eps, numerics.dtype)
+    k = rope.rotate(k, angle)
+    return quant.qdq_fp8(k) if numerics.quantize_kv else k
+
+
+def output(
+    p: Any, o: jax.Array, angle: Rotation, cfg: ModelConfig, numerics: Numerics
+) -> jax.Array:
+    """Attention output o [T, H, Hd], rotated back, through the grouped low-rank projection (8.8)."""
+    o = rope.rotate(nx.round_to(o, numerics.dtype), angle, inverse=True)
+    groups, rank = cfg.o_groups, cfg.o_lora_rank
+    wo_a = nx.float_weight(p["wo_a"], numerics.dtype).reshape(groups, rank, -1)
+    low = nx.group_dot(o.reshape(o.shape[0], groups, -1), wo_a, numerics)
+    low = nx.round_to(low, numerics.dtype).reshape(o.shape[0], -1)
+    return nx.linear(low, p["wo_b"], numerics, cfg.quantized)
+
+
+# -- where keys come from --------------------------------------------------------------------------
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Ring:
+    """The window rings of all layers [L, B, R, w] and the layer in question."""
+
+    data: jax.Array
+    layer: Any
+
+
+def window_keys(
+    new: jax.Array,
+    ring: Ring | None,
+    spans: Spans,
+    slot: jax.Array,
+    wanted: jax.Array,
+    codec: Codec,
+) -> jax.Array:
+    """Window vectors of one slot at positions `wanted` [n] -> [n, Hd].
+
+    Rows of this call come from `new` [T, Hd], older positions from the ring as it was before the call.
+    """
+    inside, row = row_of(spans, slot, wanted)
+    keys = new[row]
+    if ring is None:
+        return keys
+    size = ring.data.shape[2]
+    old = codec.load(ring.data[ring.layer, slot, wanted % size], new.dtype)
+    return jnp.where(inside[:, None], keys, old)
+
+
+def store_window(ring: Ring, new: jax.Array, rows: Rows, spans: Spans, codec: Codec) -> jax.Array:
+    """Write the rows' window vectors [T, Hd] into their ring places; returns the ring data."""
+    slot, place = ring_targets(rows, spans, ring.data.shape[2])
+    return ring.data.at[ring.layer, slot, place].set(codec.store(new), mode="drop")
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Entries:
+    """Compressed vectors of one kv source, stored or made by this call.
+
+    Stored: data [sources, B, N/m, w] with `source` the index. Of this call (no cache): data [T, width],
+    the entry of a group standing at the row of its last token, `source` None.
+    """
+
+    data: jax.Array
+    source: Any
+
+
+def read_entries(
+    entries: Entries, spans: Spans, slot: jax.Array, ids: jax.Array, ratio: int, codec: Codec,
+    dtype: Any,
+) -> jax.Array:  # fmt: skip
+    """Entries `ids` [n] of one slot -> [n, width]; ids out of range give arbitrary vectors."""
+    if entries.source is None:
+        row = spans.first[slot] + (ids + 1) * ratio - 1 - spans.start[slot]
+        return entries.data[jnp.clip(row, 0, entries.data.shape[0] - 1)]
+    safe = jnp.clip(ids, 0, entries.data.shape[2] - 1)
+    return codec.load(entries.data[entries.source, slot, safe], dtype)
+
+
+# -- attention -------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Reach:
+    """Static facts of one layer's attention: window width, ratio m, codecs, scale."""
+
+    window: int
+    ratio: int
+    window_codec: Codec
+    main_codec: Codec
+    scale: float
+
+
+def _attend_row(row: Any, shared: Any, reach: Reach) -> jax.Array:
+    """One query row: gather its slots in position order and attend."""
+    q, slot, position, floor, selected = row
+    new, ring, entries, spans, sink = shared
+    wanted = position - reach.window + 1 + jnp.arange(reach.window, dtype=jnp.int32)
+    mask = wanted >= jnp.maximum(floor, 0)
+    keys = window_keys(new, ring, spans, slot, jnp.maximum(wanted, 0), reach.window_codec)
+    if entries is not None:
+        picked = read_entries(
+            entries, spans, slot, selected, reach.ratio, reach.main_codec, new.dtype
+        )
+        keys = jnp.concatenate([keys, picked])
+        mask = jnp.concatenate([mask, selected >= 0])
+    # Masked slots are zeroed: an uninitialised vector must not turn 0 x NaN into NaN.
+    return nx.attend(q, jnp.where(mask[:, None], keys, 0), mask, sink, reach.scale)
+
+
+def attend(
+    q: jax.Array, new: jax.Array, ring: Ring | None, entries: Entries | None, selected: jax.Array,
+    floor: jax.Array, sink: jax.Array, rows: Rows, spans: Spans, reach: Reach, numerics: Numerics,
+) -> jax.Array:  # fmt: skip
+    """Sparse attention of all rows: q [T, H, Hd] -> float32 [T, H, Hd] (model spec 8.7).
+
+    selected [T, S] entry ids ascending, -1 padded; floor [T]: the first window position a row may see
+    (a position beyond the row's own leaves its window empty, as padding rows need).
+    """
+    slot = jnp.maximum(rows.slots, 0)
+    each = (q, slot, rows.positions, floor, selected)
+    f = functools.partial(_attend_row, reach=reach)
+    return nx.map_rows(f, each, (new, ring, entries, spans, sink), numerics)

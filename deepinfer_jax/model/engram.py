@@ -1,0 +1,205 @@
+"""Engram: n-gram memory read by hashing and written into the streams through a gate (model spec 10).
+
+Hashes are exact 64-bit integers kept as two uint32 words, so nothing needs 64-bit types on the device.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from deepinfer_jax import numerics as nx
+from deepinfer_jax import quant
+from deepinfer_jax.cache import ring_targets
+from deepinfer_jax.config import ModelConfig
+from deepinfer_jax.numerics import Numerics
+from deepinfer_jax.rows import Rows, Spans, row_of
+from deepinfer_jax.tables import Tables
+
+_LIMB = 15  # bits of a multiplier limb: a 17-bit id times 15 bits fits in uint32
+
+
+@dataclasses.dataclass(frozen=True)
+class HashConstants:
+    """Of one Engram layer: primes [orders][heads], table offsets [orders * heads], multipliers."""
+
+    primes: tuple[tuple[int, ...], ...]
+    offsets: tuple[int, ...]
+    multipliers: tuple[int, ...]
+
+
+def _is_prime(n: int) -> bool:
+    if n < 4:
+        return n > 1
+    if n % 2 == 0:
+        return False
+    return all(n % d for d in range(3, int(n**0.5) + 1, 2))
+
+
+@functools.lru_cache(maxsize=16)
+def hash_constants(cfg: ModelConfig) -> tuple[HashConstants, ...]:
+    """Primes and multipliers of every Engram layer (model spec 10.2), checked against the table sizes.
+
+    Raises ValueError where a table has fewer rows than its primes need, or a size does not fit the
+    integer arithmetic (compressed vocabulary up to 2^17, primes below 2^24).
+    """
+    if cfg.engram_compressed_vocab_size > 1 << 17:
+        raise ValueError(
+            "engram_compressed_vocab_size must be at most 131072, got "
+            f"{cfg.engram_compressed_vocab_size}"
+        )
+    seen: set[int] = set()
+    layers = []
+    for layer, rows in zip(cfg.engram_layer_ids, cfg.engram_num_embeddings, strict=True):
+        primes = tuple(_next_primes(cfg, seen) for _ in range(cfg.engram_lookback))
+        flat = [p for order in primes for p in order]
+        if rows < sum(flat) or max(flat) >= 1 << 24:
+            raise ValueError(
+                f"Engram table of layer {layer} has {rows} rows, its primes need {sum(flat)}"
+            )
+        offsets = tuple(int(v) for v in np.cumsum([0, *flat[:-1]]))
+        layers.append(HashConstants(primes, offsets, _multipliers(cfg, layer)))
+    return tuple(layers)
+
+
+def _next_primes(cfg: ModelConfig, seen: set[int]) -> tuple[int, ...]:
+    """The next `engram_n_heads` primes from engram_vocab_size on that no order or layer has used."""
+    found: list[int] = []
+    cursor = cfg.engram_vocab_size - 1
+    while len(found) < cfg.engram_n_heads:
+        cursor += 1
+        if cursor not in seen and _is_prime(cursor):
+            found.append(cursor)
+            seen.add(cursor)
+    return tuple(found)
+
+
+def _multipliers(cfg: ModelConfig, layer: int) -> tuple[int, ...]:
+    bound = max(1, (2**63 - 1) // cfg.engram_compressed_vocab_size // 2)
+    draw = np.random.default_rng(10007 * layer).integers(
+        0, bound, size=cfg.engram_max_ngram_size, dtype=np.int64
+    )
+    return tuple(int(v) * 2 + 1 for v in draw)
+
+
+# -- hashing ---------------------------------------------------------------------------------------
+
+Wide = tuple[jax.Array, jax.Array]  # (high, low) uint32 words
+
+
+def _multiply(token: jax.Array, multiplier: int) -> Wide:
+    """Exact product of ids below 2^17 and a 63-bit constant."""
+    token = token.astype(jnp.uint32)
+    high, low = jnp.zeros_like(token), jnp.zeros_like(token)
+    shift = 0
+    while multiplier >> shift:
+        part = token * jnp.uint32((multiplier >> shift) & ((1 << _LIMB) - 1))
+        if shift < 32:
+            add_low = part << shift
+            add_high = part >> (32 - shift) if shift else jnp.zeros_like(part)
+        else:
+            add_low, add_high = jnp.zeros_like(part), part << (shift - 32)
+        low = low + add_low
+        high = high + add_high + (low < add_low).astype(jnp.uint32)
+        shift += _LIMB
+    return high, low
+
+
+def _modulo(value: Wide, prime: np.ndarray) -> jax.Array:
+    """value [...] mod primes [...] below 2^24, byte by byte from the top."""
+    divisor = jnp.asarray(prime, jnp.uint32)
+    rest = jnp.zeros(jnp.broadcast_shapes(value[0].shape, divisor.shape), jnp.uint32)
+    for word in value:
+        for shift in (24, 16, 8, 0):
+            rest = (rest * 256 + ((word >> shift) & 255)) % divisor
+    return rest.astype(jnp.int32)
+
+
+def lookback(
+    compressed: jax.Array, history: jax.Array | None, rows: Rows, spans: Spans, cfg: ModelConfig
+) -> jax.Array:
+    """Compressed ids of each row and of the tokens before it: [T, max_ngram], newest first.
+
+    compressed [T]: -1 inside an image. A token before the start, or dead, is -1, and so is every
+    farther one (model spec 10.3). Earlier calls' tokens come from the ring `history` [B, Q].
+    """
+    slot = jnp.maximum(rows.slots, 0)
+    alive = compressed >= 0
+    columns = [compressed]
+    for back in range(1, cfg.engram_max_ngram_size):
+        wanted = rows.positions - back
+        inside, row = row_of(spans, slot, wanted)
+        token = compressed[row]
+        if history is not None:
+            token = jnp.where(inside, token, history[slot, wanted % history.shape[1]])
+        alive = alive & (wanted >= 0) & (token >= 0)
+        columns.append(jnp.where(alive, token, -1))
+    return jnp.stack(columns, axis=1)
+
+
+def table_rows(tokens: jax.Array, pad: jax.Array, constants: HashConstants) -> jax.Array:
+    """Table rows [T, orders * heads] of look-backs [T, max_ngram]; -1 tokens hash as `pad`."""
+    tokens = jnp.where(tokens < 0, pad, tokens)
+    mixed = _multiply(tokens[:, 0], constants.multipliers[0])
+    columns = []
+    for order, primes in enumerate(constants.primes, start=1):
+        other = _multiply(tokens[:, order], constants.multipliers[order])
+        mixed = (mixed[0] ^ other[0], mixed[1] ^ other[1])
+        columns.append(_modulo((mixed[0][:, None], mixed[1][:, None]), np.asarray(primes)))
+    return jnp.concatenate(columns, axis=1) + jnp.asarray(constants.offsets, jnp.int32)
+
+
+def compress_tokens(tables: Tables, rows: Rows) -> jax.Array:
+    """Compressed id of every row's token [T]; -1 inside an image span."""
+    safe = jnp.clip(rows.tokens, 0, tables.token_map.shape[0] - 1)
+    return jnp.where(rows.image, -1, tables.token_map[safe])
+
+
+def store_history(history: jax.Array, compressed: jax.Array, rows: Rows, spans: Spans) -> jax.Array:
+    """Write the rows' compressed ids into the ring over positions."""
+    slot, place = ring_targets(rows, spans, history.shape[1])
+    return history.at[slot, place].set(compressed, mode="drop")
+
+
+# -- reading and writing ---------------------------------------------------------------------------
+
+
+def read_table(table: Any, index: jax.Array, numerics: Numerics) -> jax.Array:
+    """Rows of the table [rows, W] at index [T, columns] -> [T, columns * W], in column order."""
+    if isinstance(table, quant.Quantized):
+        picked = quant.Quantized(table.codes[index], table.scale[index], table.format)
+        value = quant.dequantize(picked, numerics.dtype)
+    else:
+        value = table[index].astype(numerics.dtype)
+    return value.reshape(index.shape[0], -1)
+
+
+def gate(p: Any, keys: jax.Array, streams: jax.Array, cfg: ModelConfig) -> jax.Array:
+    """Gate of each stream, float32 [T, C], from keys and streams [T, C, D] (model spec 10.4)."""
+    x, key = streams.astype(jnp.float32), keys.astype(jnp.float32)
+    eps = np.float32(cfg.rms_norm_eps)
+    scale = lax.rsqrt(nx.mean_square(x) + eps) * lax.rsqrt(nx.mean_square(key) + eps)
+    weight = p["q_weight"].astype(jnp.float32) * p["k_weight"].astype(jnp.float32)
+    d = nx.row_sum(nx.pin(x * weight * key)) * scale * np.float32(cfg.hidden_size**-0.5)
+    root = jnp.sqrt(jnp.maximum(jnp.abs(d), np.float32(1e-6)))
+    return jax.nn.sigmoid(jnp.where(jnp.signbit(d), -root, root))
+
+
+def write(
+    p: Any, index: jax.Array, streams: jax.Array, dead: jax.Array, cfg: ModelConfig,
+    numerics: Numerics,
+) -> jax.Array:  # fmt: skip
+    """Streams [T, C, D] with the memory of table rows `index` [T, columns] added; dead rows unchanged."""
+    e = read_table(p["embed"], index, numerics)
+    kv = nx.linear(e, p["wkv"], numerics, cfg.quantized)
+    c, d = cfg.hc_mult, cfg.hidden_size
+    keys, value = kv[:, : c * d].reshape(-1, c, d), kv[:, c * d :].astype(jnp.float32)
+    g = jnp.where(dead[:, None], 0, gate(p, keys, streams, cfg))
+    added = nx.pin(g[..., None] * value[:, None, :])
+    return nx.round_to(streams.astype(jnp.float32) + added, numerics.dtype)

@@ -1,0 +1,15 @@
+"""The language model head (model spec 7.4)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+from deepinfer_jax import numerics as nx
+from deepinfer_jax.numerics import Numerics
+
+
+def logits(params: Any, output: jax.Array, numerics: Numerics) -> jax.Array:
+    """float32 [T, V] of normed hidden rows [T, D]: never rounded to a narrower type."""
+    return nx.linear_f32(output, params["head"], numerics)

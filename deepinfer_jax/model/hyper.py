@@ -1,0 +1,108 @@
+"""Single-pass mHC: four residual streams, collapsed and remixed around every sub-layer (model spec 7).
+
+The collapse weights of a sub-layer were made by the sub-layer before it, so a mix depends only on the
+streams that enter and can run beside the sub-layer itself.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from deepinfer_jax import numerics as nx
+from deepinfer_jax.config import ModelConfig
+from deepinfer_jax.numerics import Numerics
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Mix:
+    """pre [T, C] for the next collapse, post [T, C] for the output, comb [T, C source, C dest]."""
+
+    pre: jax.Array
+    post: jax.Array
+    comb: jax.Array
+
+
+def first_pre(count: int, streams: int) -> jax.Array:
+    """Collapse weights of the first sub-layer: stream 0 alone. float32 [T, C]."""
+    return jnp.zeros((count, streams), jnp.float32).at[:, 0].set(1)
+
+
+def raw_mixes(p: Any, streams: jax.Array, cfg: ModelConfig, numerics: Numerics) -> jax.Array:
+    """Projection of all streams [T, C, D] with one common normaliser -> float32 [T, C(2+C)]."""
+    z = streams.astype(jnp.float32).reshape(streams.shape[0], -1)
+    scale = lax.rsqrt(nx.mean_square(z) + np.float32(cfg.rms_norm_eps))
+    return nx.dot(z, p["fn"], numerics) * scale[:, None]
+
+
+def mix(p: Any, streams: jax.Array, cfg: ModelConfig, numerics: Numerics) -> Mix:
+    """The three mixes of one sub-layer from its incoming streams [T, C, D]."""
+    return split(raw_mixes(p, streams, cfg, numerics), p, cfg)
+
+
+def split(mixes: jax.Array, p: Any, cfg: ModelConfig) -> Mix:
+    """Raw mixes [T, C(2+C)] -> pre, post and the doubly normalised comb."""
+    c = cfg.hc_mult
+    parts = (mixes[:, :c], mixes[:, c : 2 * c], mixes[:, 2 * c :])
+    bases = (p["base"][:c], p["base"][c : 2 * c], p["base"][2 * c :])
+    pre, post, comb = (
+        nx.pin(m * p["scale"][i]) + b for i, (m, b) in enumerate(zip(parts, bases, strict=True))
+    )
+    return Mix(
+        pre=jax.nn.sigmoid(pre) + np.float32(cfg.hc_eps),
+        post=2 * jax.nn.sigmoid(post),
+        comb=_sinkhorn(comb.reshape(-1, c, c), cfg),
+    )
+
+
+def _sum_over(m: jax.Array, axis: int) -> jax.Array:
+    parts = [lax.index_in_dim(m, i, axis) for i in range(m.shape[axis])]
+    return nx.ordered_sum(parts)
+
+
+def _sinkhorn(m: jax.Array, cfg: ModelConfig) -> jax.Array:
+    """Rows [source, dest]: softmax over dest, then alternate normalisations, ending over source."""
+    eps = np.float32(cfg.hc_eps)
+    m = jnp.exp(m - lax.stop_gradient(jnp.max(m, axis=2, keepdims=True)))
+    m = m / _sum_over(m, 2) + eps
+    m = m / (_sum_over(m, 1) + eps)
+
+    def step(_, m):
+        m = m / (_sum_over(m, 2) + eps)
+        return m / (_sum_over(m, 1) + eps)
+
+    return lax.fori_loop(0, cfg.hc_sinkhorn_iters - 1, step, m)
+
+
+def collapse(pre: jax.Array, streams: jax.Array, dtype: Any) -> jax.Array:
+    """Weighted sum of the streams: pre [T, C], streams [T, C, D] -> [T, D], rounded once."""
+    terms = [nx.pin(pre[:, i, None] * streams[:, i].astype(jnp.float32))
+             for i in range(streams.shape[1])]  # fmt: skip
+    return nx.round_to(nx.ordered_sum(terms), dtype)
+
+
+def expand(y: jax.Array, mixed: Mix, streams: jax.Array, dtype: Any) -> jax.Array:
+    """Write a sub-layer output y [T, D] back: post * y + comb applied to the incoming streams."""
+    wide = streams.astype(jnp.float32)
+    count = streams.shape[1]
+
+    def destination(d: int) -> jax.Array:
+        own = nx.pin(mixed.post[:, d, None] * y.astype(jnp.float32))
+        carried = [nx.pin(mixed.comb[:, s, d, None] * wide[:, s]) for s in range(count)]
+        return own + nx.ordered_sum(carried)
+
+    out = jnp.stack([destination(d) for d in range(count)], axis=1)
+    return nx.round_to(out, dtype)
+
+
+def stream_mean(streams: jax.Array, dtype: Any) -> jax.Array:
+    """Mean over the streams [T, C, D] -> [T, D]: the feature that DSpark taps (model spec 7.3)."""
+    count = streams.shape[1]
+    total = nx.ordered_sum([streams[:, i].astype(jnp.float32) for i in range(count)])
+    return nx.round_to(total / np.float32(count), dtype)

@@ -1,0 +1,144 @@
+"""The indexer: which compressed entries each row attends to (model spec 8.4, 8.5).
+
+Selection is exact and total: higher score first, then lower position; a list of entries is always given
+in ascending position. Nothing here carries a gradient.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from deepinfer_jax import numerics as nx
+from deepinfer_jax import quant
+from deepinfer_jax.cache import Codec
+from deepinfer_jax.config import ModelConfig
+from deepinfer_jax.model import rope
+from deepinfer_jax.model.attention import Entries, read_entries
+from deepinfer_jax.numerics import Numerics
+from deepinfer_jax.rows import Rows, Spans
+from deepinfer_jax.tables import Rotation
+
+_LAST = np.int32(2**31 - 1)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class IndexQuery:
+    """heads [T, I, K] rotated and quantized, weights [T, I] per head."""
+
+    heads: jax.Array
+    weights: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Field:
+    """What is searched: entries of ratio m, at most `count` per slot, stored by `codec`."""
+
+    ratio: int
+    count: int
+    codec: Codec
+
+
+def index_query(
+    p: Any, x: jax.Array, low: jax.Array, angle: Rotation, cfg: ModelConfig, numerics: Numerics
+) -> IndexQuery:
+    """Index queries from the low-rank query [T, Q] and head weights from x [T, D]."""
+    heads = nx.linear(low, p["wq_b"], numerics, cfg.quantized)
+    heads = rope.rotate(heads.reshape(-1, cfg.index_n_heads, cfg.index_head_dim), angle)
+    if numerics.quantize_kv:
+        heads = quant.qdq_index(heads)
+    weights = nx.linear(x, p["weights_proj"], numerics).astype(jnp.float32)
+    scale = np.float32(cfg.index_head_dim**-0.5 * cfg.index_n_heads**-0.5)
+    return lax.stop_gradient(IndexQuery(heads, nx.round_to(weights * scale, numerics.dtype)))
+
+
+def visible_entries(positions: jax.Array, ratio: int) -> jax.Array:
+    """Entries a row may see: groups complete at its own position (model spec 8.4)."""
+    return (positions + 1) // ratio
+
+
+def _score_row(row: Any, shared: Any, field: Field, numerics: Numerics) -> jax.Array:
+    """Scores of one row for entries `ids` [n], in blocks of fixed width; -inf where not visible."""
+    heads, weights, slot, visible, ids = row
+    entries, spans = shared
+    block = numerics.index_block
+    blocks = -(-ids.shape[0] // block)
+    padded = jnp.pad(ids, (0, blocks * block - ids.shape[0]), constant_values=-1)
+
+    def score(part):
+        keys = read_entries(entries, spans, slot, part, field.ratio, field.codec, heads.dtype)
+        return nx.index_scores(heads, weights, keys, numerics)
+
+    parts = padded.reshape(blocks, block)
+    scores = (score(parts[0])[None] if blocks == 1 else lax.map(score, parts)).reshape(-1)
+    seen = (padded >= 0) & (padded < visible)
+    return jnp.where(seen, scores, -jnp.inf)[: ids.shape[0]]
+
+
+def scores(
+    query: IndexQuery, entries: Entries, ids: jax.Array, rows: Rows, spans: Spans, field: Field,
+    numerics: Numerics,
+) -> jax.Array:  # fmt: skip
+    """Index scores float32 [T, n] of entries `ids` ([n] for all rows, or [T, n])."""
+    t = rows.slots.shape[0]
+    if ids.ndim == 1:
+        ids = jnp.broadcast_to(ids, (t, ids.shape[0]))
+    visible = visible_entries(rows.positions, field.ratio)
+    each = (query.heads, query.weights, jnp.maximum(rows.slots, 0), visible, ids)
+    f = functools.partial(_score_row, field=field, numerics=numerics)
+    return nx.map_rows(f, each, (entries, spans), numerics)
+
+
+def _ascending(ids: jax.Array, keep: jax.Array) -> jax.Array:
+    """Kept ids ascending, then -1."""
+    ordered = jnp.sort(jnp.where(keep, ids, _LAST), axis=-1)
+    return jnp.where(ordered == _LAST, -1, ordered)
+
+
+def select(score: jax.Array, ids: jax.Array, k: int) -> jax.Array:
+    """The k best entries of each row: score [T, n], ids [T, n] or [n] -> [T, k] ascending, -1 padded.
+
+    `ids` ascend along n, so that the lower column of a tie is the lower position.
+    """
+    width = min(k, score.shape[1])
+    best, column = nx.top_k(score, width)
+    ids = jnp.broadcast_to(ids, score.shape)
+    picked = _ascending(jnp.take_along_axis(ids, column, axis=1), best > -jnp.inf)
+    return jnp.pad(picked, ((0, 0), (0, k - width)), constant_values=-1)
+
+
+def candidate_width(cfg: ModelConfig, count: int) -> int:
+    """Candidate blocks kept per row when a slot has at most `count` entries."""
+    return min(cfg.candidate_topk_blocks, -(-count // cfg.candidate_block_size))
+
+
+def candidate_blocks(score: jax.Array, visible: jax.Array, cfg: ModelConfig) -> jax.Array:
+    """The best blocks of entries by their best member: score [T, n] -> [T, blocks] ascending, -1 padded.
+
+    The block of the newest visible entry is always kept; blocks with nothing visible never are (8.5).
+    """
+    size = cfg.candidate_block_size
+    t, n = score.shape
+    blocks = -(-n // size)
+    padded = jnp.pad(score, ((0, 0), (0, blocks * size - n)), constant_values=-jnp.inf)
+    best = jnp.max(padded.reshape(t, blocks, size), axis=2)
+    newest = (visible - 1) // size
+    number = jnp.arange(blocks, dtype=jnp.int32)
+    forced = (number[None, :] == newest[:, None]) & (visible > 0)[:, None]
+    best = jnp.where(forced, jnp.inf, best)
+    value, ids = nx.top_k(best, candidate_width(cfg, n))
+    return _ascending(ids, value > -jnp.inf)
+
+
+def members(blocks: jax.Array, size: int) -> jax.Array:
+    """Entries of candidate blocks [T, b] -> [T, b * size]; -1 where the block is -1."""
+    offset = jnp.arange(size, dtype=jnp.int32)
+    ids = jnp.where(blocks[..., None] >= 0, blocks[..., None] * size + offset, -1)
+    return ids.reshape(blocks.shape[0], -1)

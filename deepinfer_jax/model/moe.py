@@ -1,0 +1,121 @@
+"""Mixture of experts: routing, grouped experts, and a sum in a fixed order (model spec 9)."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from deepinfer_jax import numerics as nx
+from deepinfer_jax.config import ModelConfig
+from deepinfer_jax.numerics import Numerics
+from deepinfer_jax.rows import Rows
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Route:
+    """experts [T, k] int32, best biased score first; weights [T, k] float32 in the same order."""
+
+    experts: jax.Array
+    weights: jax.Array
+
+
+def router_scores(gate: Any, x: jax.Array, cfg: ModelConfig, numerics: Numerics) -> jax.Array:
+    """sqrt(softplus(x . gate)) of x [T, D] -> float32 [T, E]."""
+    logits = nx.linear_f32(x, gate["weight"], numerics) / np.float32(cfg.gate_temp)
+    return jnp.sqrt(jax.nn.softplus(logits))
+
+
+def choose_experts(scores: jax.Array, bias: jax.Array, k: int, cfg: ModelConfig) -> Route:
+    """The k experts with the largest score + bias [T, E]; the bias never enters the weights."""
+    _, experts = nx.top_k(lax.stop_gradient(scores + bias), k)
+    picked = jnp.take_along_axis(scores, experts, axis=1)
+    if cfg.norm_topk_prob and k > 1:
+        total = nx.ordered_sum([picked[:, i] for i in range(k)])
+        picked = picked / (total[:, None] + np.float32(1e-20))
+    return Route(experts, picked * np.float32(cfg.routed_scaling_factor))
+
+
+def route(
+    gate: Any, x: jax.Array, image: jax.Array, k: int, cfg: ModelConfig, numerics: Numerics
+) -> Route:
+    """Route x [T, D]; rows inside an image span (`image` [T] bool) select by `bias_vl`."""
+    bias = gate["bias"][None, :]
+    if "bias_vl" in gate:
+        bias = jnp.where(image[:, None], gate["bias_vl"][None, :], bias)
+    return choose_experts(router_scores(gate, x, cfg, numerics), bias, k, cfg)
+
+
+def _activate(up: jax.Array, gate: jax.Array, limit: float) -> jax.Array:
+    """silu(min(gate, limit)) * clip(up): the gate branch is clamped from above only. float32."""
+    up = jnp.clip(up.astype(jnp.float32), -limit, limit)
+    gate = jnp.minimum(gate.astype(jnp.float32), limit)
+    return gate * jax.nn.sigmoid(gate) * up
+
+
+def shared_expert(p: Any, x: jax.Array, cfg: ModelConfig, numerics: Numerics) -> jax.Array:
+    """The always-active expert on x [T, D]."""
+    quantized = cfg.quantized
+    gate = nx.linear(x, p["w1"], numerics, quantized)
+    up = nx.linear(x, p["w3"], numerics, quantized)
+    t = nx.round_to(_activate(up, gate, cfg.swiglu_limit), numerics.dtype)
+    return nx.linear(t, p["w2"], numerics, quantized)
+
+
+def _expert_tile(rows: Any, expert: jax.Array, shared: Any, cfg: ModelConfig, numerics: Numerics):
+    """One expert on one tile of rows: (x [M, D], weight [M]) -> [M, D].
+
+    The weights come from the whole stack by (layer, expert), so no layer of experts is ever copied.
+    """
+    x, weight = rows
+    stacks, layer = shared
+    # A tile is one dot already: tiling it again would nest two loops for nothing.
+    whole = dataclasses.replace(numerics, rows="batched")
+    pick = functools.partial(jax.tree.map, lambda a: a[layer, expert])
+    w1, w2, w3 = (pick(stacks[name]) for name in ("w1", "w2", "w3"))
+    gate = nx.linear(x, w1, whole, cfg.quantized)
+    up = nx.linear(x, w3, whole, cfg.quantized)
+    t = weight[:, None] * _activate(up, gate, cfg.swiglu_limit)
+    return nx.linear(nx.round_to(t, numerics.dtype), w2, whole, cfg.quantized)
+
+
+def routed_experts(
+    stacks: Any, layer: Any, x: jax.Array, routed: Route, cfg: ModelConfig, numerics: Numerics
+) -> jax.Array:
+    """Outputs of the chosen experts summed in ascending expert id: float32 [T, D].
+
+    stacks: w1, w2, w3 as [layers, E, ...]; the weight multiplies before the down projection.
+    """
+    t, k = routed.experts.shape
+    order = jnp.argsort(routed.experts, axis=1)
+    experts = jnp.take_along_axis(routed.experts, order, axis=1)
+    weights = jnp.take_along_axis(routed.weights, order, axis=1)
+    first = jax.tree.leaves(stacks["w1"])[0]
+    rows = (jnp.repeat(x, k, axis=0), weights.reshape(-1))
+    tile = functools.partial(_expert_tile, cfg=cfg, numerics=numerics)
+    y = nx.map_experts(tile, rows, experts.reshape(-1), (stacks, layer), first.shape[1], numerics)
+    y = y.reshape(t, k, -1).astype(jnp.float32)
+    return nx.ordered_sum([y[:, i] for i in range(k)])
+
+
+def moe(
+    p: Any, stacks: Any, layer: Any, x: jax.Array, rows: Rows, k: int,
+    cfg: ModelConfig, numerics: Numerics,
+) -> tuple[jax.Array, Route]:  # fmt: skip
+    """The MoE sub-layer on x [T, D]: routed experts, then the shared one, one rounding.
+
+    Padding rows are routed like any other but handed to no expert.
+    """
+    routed = route(p["gate"], x, rows.image, k, cfg, numerics)
+    nowhere = jnp.iinfo(jnp.int32).max
+    experts = jnp.where(rows.real[:, None], routed.experts, nowhere)
+    used = dataclasses.replace(routed, experts=experts)
+    y = routed_experts(stacks, layer, x, used, cfg, numerics)
+    y = y + shared_expert(p["shared_experts"], x, cfg, numerics).astype(jnp.float32)
+    return nx.round_to(y, numerics.dtype), routed
