@@ -14,6 +14,7 @@ import pathlib
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from deepinfer_jax.text import save_token_map
 from deepinfer_jax.training import corpus
 from deepinfer_jax.training.corpus import chat, library
 
@@ -71,14 +72,12 @@ def _between_controls(text: str) -> list[str]:
 
 def main() -> None:
     """Command line."""
-    from deepinfer_jax.text import token_map
-
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=pathlib.Path, required=True, help="folder to write")
     folder = parser.parse_args().out
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "tokenizer.json").write_text(train(), "utf-8")
-    size = token_map.save_token_map(folder)
+    size = save_token_map(folder)
     print(f"{folder}: vocabulary {VOCAB_SIZE}, compressed {size}")
 
 

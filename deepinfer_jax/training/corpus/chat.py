@@ -82,9 +82,9 @@ def document_text(example: Example) -> str:
     return prompt_text(example) + example.completion + EOS
 
 
-def calls_text(calls: Sequence[tuple[str, dict[str, Any]]]) -> str:
-    """The DSML block that calls tools, as it stands at the end of a reply."""
-    invokes = "\n".join(_invoke(*call) for call in calls)
+def calls_text(calls: Sequence[dict[str, Any]]) -> str:
+    """The DSML block of calls (their name and arguments), as it stands at the end of a reply."""
+    invokes = "\n".join(_invoke(call["name"], call["arguments"]) for call in calls)
     return f"\n\n<{DSML} calls>\n{invokes}\n</{DSML} calls>"
 
 

@@ -59,10 +59,10 @@ _TEXTS = (
 )  # fmt: skip
 
 
-def says_call(name: str, arguments: dict[str, Any], completion: str) -> bool:
+def says_call(call: dict[str, Any], completion: str) -> bool:
     """Check: the reply is exactly this one tool call."""
     reply = completion.rpartition(THINK_END)[2].partition(EOS)[0]
-    return reply.strip() == chat.calls_text([(name, arguments)]).strip()
+    return reply.strip() == chat.calls_text([call]).strip()
 
 
 def _arguments(draw: Draw, name: str) -> dict[str, Any]:
@@ -111,6 +111,7 @@ def _offered(draw: Draw, name: str, alone: bool) -> tuple[dict[str, Any], ...]:
 def _build_call(draw: Draw, combination: tuple) -> Example:
     name, *pairs = combination
     arguments = dict(pairs)
+    call = {"name": name, "arguments": arguments}
     question = draw.pick(_REQUESTS[name]).format_map(arguments)
     answered = draw.chance(0.35)
     tools = _offered(draw, name, alone=answered)  # both turns and two tools would not fit
@@ -123,19 +124,19 @@ def _build_call(draw: Draw, combination: tuple) -> Example:
         return Example(
             task="tool",
             prompt_messages=user(question),
-            answer=chat.calls_text([(name, arguments)]),
-            check=functools.partial(says_call, name, arguments),
+            answer=chat.calls_text([call]),
+            check=functools.partial(says_call, call),
             reasoning=plan if thinking else None,
             effort=effort,
             tools=tools,
         )
     result, reply = _outcome(draw, name, arguments)
-    call: Message = {"role": "assistant", "content": "", "tool_calls": [(name, arguments)]}
+    turn: Message = {"role": "assistant", "content": "", "tool_calls": [call]}
     if thinking:
-        call["reasoning_content"] = plan
+        turn["reasoning_content"] = plan
     return Example(
         task="tool",
-        prompt_messages=(*user(question), call, {"role": "tool", "content": result}),
+        prompt_messages=(*user(question), turn, {"role": "tool", "content": result}),
         answer=reply,
         check=functools.partial(says_exactly, reply),
         reasoning="I have the result." if thinking else None,

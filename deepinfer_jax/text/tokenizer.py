@@ -1,0 +1,116 @@
+"""The tokenizer of a model folder."""
+
+import functools
+import json
+import pathlib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import tokenizers
+
+from deepinfer_jax.text import chat, decoding
+from deepinfer_jax.text.engram_map import TOKENIZER_FILE
+from deepinfer_jax.text.reply import Reply, ReplyParser
+
+BOS, EOS, PAD = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜▁pad▁｜>"
+
+
+def load_tokenizer(folder: str | pathlib.Path) -> "Tokenizer":
+    """The tokenizer in `folder`. Raises FileNotFoundError without a tokenizer.json there."""
+    path = pathlib.Path(folder) / TOKENIZER_FILE
+    if not path.is_file():
+        raise FileNotFoundError(f"no {TOKENIZER_FILE} in {folder}; give the model's folder")
+    return Tokenizer(path.read_text("utf-8"))
+
+
+class Tokenizer:
+    """Ids of text, text of ids, prompts of chats, for one tokenizer.json (given as text).
+
+    There are two encoders over one vocabulary. `encode_user` knows no control tokens at all, so
+    that no text of a user can name one; `encode_markup` knows them, for text the program wrote.
+    """
+
+    def __init__(self, source: str):
+        self._source = source
+        self._full = tokenizers.Tokenizer.from_str(source)
+        self._plain = tokenizers.Tokenizer.from_str(
+            json.dumps({**json.loads(source), "added_tokens": []})
+        )
+        self.vocab_size: int = self._full.get_vocab_size(with_added_tokens=True)
+        self.bos, self.eos, self.pad = map(self.control_id, (BOS, EOS, PAD))
+        self.control_ids = frozenset(self._full.get_added_tokens_decoder())
+
+    def control_id(self, spelling: str) -> int:
+        """Id of the control token with this spelling. Raises ValueError where there is none."""
+        token = self._full.token_to_id(spelling)
+        if token is None:
+            raise ValueError(f"the tokenizer has no control token {spelling!r}")
+        return token
+
+    def encode_user(self, text: str) -> list[int]:
+        """Ids of text from outside; control spellings in it stay plain text."""
+        return self._plain.encode(text, add_special_tokens=False).ids
+
+    def encode_markup(self, text: str) -> list[int]:
+        """Ids of text in which control spellings mean control tokens. Never for text of a user."""
+        return self._full.encode(text, add_special_tokens=False).ids
+
+    def decode(self, ids: Sequence[int], control: bool = True) -> str:
+        """Text of `ids`, with or without the spellings of control tokens.
+
+        Raises ValueError for an id outside the vocabulary.
+        """
+        kept = ids if control else [token for token in ids if token not in self.control_ids]
+        return decoding.join_bytes(self._bytes, kept).decode("utf-8", "replace")
+
+    def stream(self) -> decoding.StreamDecoder:
+        """A decoder for ids that come one by one."""
+        return decoding.StreamDecoder(self._bytes)
+
+    def render_chat(
+        self,
+        messages: Iterable[Mapping[str, Any]],
+        *,
+        thinking: bool = True,
+        effort: chat.Effort | None = None,
+        tools: Iterable[Mapping[str, Any]] = (),
+        tool_choice: chat.ToolChoice = "auto",
+        schema: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """Ids of the prompt for the next reply, rendered by deepseek-recipe's V4.1 format.
+
+        messages: dictionaries with `role` (system, user, assistant, tool, latest_reminder) and
+        `content`; an assistant's may carry `reasoning_content` and `tool_calls`. A tool is its
+        `name`, `description` and `parameters`, bare or under `function`. `effort` is low, high,
+        xhigh or max (default high); `schema` is a JSON schema the reply is told to follow.
+        Raises ValueError for a message or tool that is not of this form.
+        """
+        conversation = chat.conversation(
+            messages,
+            thinking=thinking,
+            effort=effort,
+            tools=tools,
+            tool_choice=tool_choice,
+            schema=schema,
+        )
+        for spelling in chat.REQUIRED:
+            self.control_id(spelling)
+        return chat.encoding(self.recipe).encode(conversation)
+
+    def parse_reply(self, ids: Sequence[int], *, thinking: bool = True) -> Reply:
+        """Reasoning, content and tool calls of a whole reply."""
+        parser = ReplyParser(self, thinking=thinking)
+        parser.push(ids)
+        parser.finish("stop" if self.eos in ids else "length")
+        return parser.reply
+
+    @functools.cached_property
+    def recipe(self) -> Any:
+        """deepseek-recipe's own tokenizer over the same file; loaded at first use."""
+        import deepseek_recipe
+
+        return deepseek_recipe.Tokenizer.from_str(self._source)
+
+    @functools.cached_property
+    def _bytes(self) -> tuple[bytes, ...]:
+        return decoding.token_bytes(self._full)
