@@ -1,13 +1,15 @@
 """The parameter tree, written once: shapes, storage, logical axes, released names, initialisers.
 
-`abstract(cfg)` is a tree of `Spec`; random weights, shardings, checkpoint reading and writing are all
-derived from it. Layers are stacked: a leaf under `layers` has a leading axis over backbone layers, routed
-experts one more over experts, so that a layer loop indexes one stack and never copies it.
+`abstract(cfg)` is a tree of `Spec`; random weights, shardings, checkpoint reading and writing are
+all derived from it. Layers are stacked: a leaf under `layers` has a leading axis over backbone
+layers, routed experts one more over experts, so that a layer loop indexes one stack and never
+copies it.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Iterator, Mapping
@@ -37,9 +39,9 @@ ARRAY_DTYPE = {
 class Spec:
     """One leaf: an array of `shape` kept in `storage`, one logical axis name per dimension.
 
-    `template` with the numbers of `stack` gives the released tensor names, in the order of the leading
-    axes: shape[:len(stack)] counts tensors, shape[len(stack):] is the shape of each. `init` is the
-    standard deviation of a normal draw, or a constant when `constant` is set.
+    `template` with the numbers of `stack` gives the released tensor names, in the order of the
+    leading axes: shape[:len(stack)] counts tensors, shape[len(stack):] is the shape of each. `init`
+    is the standard deviation of a normal draw, or a constant when `constant` is set.
     """
 
     shape: tuple[int, ...]
@@ -111,7 +113,7 @@ class _Stack:
 
 
 def abstract(cfg: ModelConfig) -> Params:
-    """The tree of `Spec` for a configuration; leaves of quantized weights are `Quantized` of two specs."""
+    """The tree of `Spec` for a configuration; a quantized weight is a `Quantized` of two specs."""
     d, v = cfg.hidden_size, cfg.vocab_size
     root = _Stack("")
     layers = tuple(range(cfg.num_hidden_layers))
@@ -346,25 +348,67 @@ def is_weight(node: Any) -> bool:
 
 
 def init(key: jax.Array, cfg: ModelConfig) -> Params:
-    """Random weights in the released storage; each leaf is keyed by its first tensor name."""
+    """Random weights in the released storage; each leaf is keyed by its first tensor name.
+
+    Drawn and quantized in blocks of one size, so that three small compilations serve every config.
+    """
 
     def draw(leaf: Any) -> Any:
         spec: Spec = leaf.codes if is_weight(leaf) else leaf
         if spec.constant:
-            return jnp.full(spec.shape, spec.init, spec.dtype)
+            return jnp.asarray(np.full(spec.shape, spec.init, spec.dtype))
         name = next(spec.tensors(), ((), spec.template))[1]
         seed = np.uint32(int.from_bytes(name.encode()[-24:], "little") % (2**31 - 1))
         shape = spec.shape
         if is_weight(leaf) and leaf.format == "fp4_group":
             shape = (*shape[:-1], shape[-1] * 2)
-        value = jax.random.normal(jax.random.fold_in(key, seed), shape, jnp.float32) * spec.init
-        return quant.quantize(value, leaf.format) if is_weight(leaf) else value.astype(spec.dtype)
+        size = math.prod(shape)
+        blocks = [_normals(key, seed, np.uint32(i)) for i in range(math.ceil(size / _BLOCK))]
+        flat = np.concatenate([np.zeros(0, np.float32), *blocks])[:size]
+        value = flat.reshape(shape) * np.float32(spec.init)
+        if is_weight(leaf):
+            return _in_storage(value, leaf.format)
+        return jnp.asarray(value, spec.dtype)
 
     return jax.tree.map(draw, abstract(cfg), is_leaf=is_weight)
 
 
+_BLOCK = 1 << 16
+
+
+@jax.jit
+def _normals(key: jax.Array, seed: jax.Array, number: jax.Array) -> jax.Array:
+    key = jax.random.fold_in(jax.random.fold_in(key, seed), number)
+    return jax.random.normal(key, (_BLOCK,), jnp.float32)
+
+
+def _in_storage(value: np.ndarray, format: quant.Format) -> Quantized:
+    """`quant.quantize` of [..., N, K] tile by tile: the same codes, one compilation per format."""
+    rows, (n, k) = quant.GROUP if format == "fp8_block" else 1, value.shape[-2:]
+    lead = [(0, 0)] * (value.ndim - 2)
+    padded = np.pad(value, [*lead, (0, -n % rows), (0, -k % quant.GROUP)])
+    grid = (*value.shape[:-2], padded.shape[-2] // rows, padded.shape[-1] // quant.GROUP)
+    split = padded.reshape(*grid[:-1], rows, grid[-1], quant.GROUP)
+    tiles = np.moveaxis(split, -3, -2).reshape(-1, rows * quant.GROUP)
+    count, batch = len(tiles), _BLOCK // tiles.shape[1]
+    tiles = np.pad(tiles, [(0, -count % batch), (0, 0)]).reshape(-1, batch, rows, quant.GROUP)
+    done = [_quantize(part, format) for part in tiles]
+    width = quant.GROUP // 2 if format == "fp4_group" else quant.GROUP
+    codes = np.concatenate([np.zeros((0, rows, width), np.uint8), *(q.codes for q in done)])[:count]
+    scale = np.concatenate([np.zeros((0, 1, 1), np.uint8), *(q.scale for q in done)])[:count]
+    codes = np.moveaxis(codes.reshape(*grid, rows, width), -2, -3)
+    codes = codes.reshape(*grid[:-2], grid[-2] * rows, grid[-1] * width)
+    codes = codes[..., :n, : k * width // quant.GROUP]
+    return Quantized(jnp.asarray(codes), jnp.asarray(scale.reshape(grid)), format)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _quantize(tiles: jax.Array, format: quant.Format) -> Quantized:
+    return quant.quantize(tiles, format)
+
+
 def widen(params: Params, dtype: Any = jnp.float32) -> Params:
-    """Every weight as a plain float array of `dtype` (exact for float32); norms and biases included."""
+    """Every leaf as a plain float array of `dtype` (exact for float32)."""
 
     def one(leaf: Any) -> jax.Array:
         return quant.dequantize(leaf, dtype) if is_weight(leaf) else jnp.asarray(leaf).astype(dtype)
@@ -374,7 +418,7 @@ def widen(params: Params, dtype: Any = jnp.float32) -> Params:
 
 @dataclasses.dataclass(frozen=True)
 class Census:
-    """Counts over the released tensors of a config: tensors, parameters (packed FP4 as two), bytes."""
+    """Counts over the released tensors of a config; a packed FP4 byte is two parameters."""
 
     tensors: int
     parameters: int

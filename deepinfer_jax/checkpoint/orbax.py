@@ -1,0 +1,100 @@
+"""Save and restore the parameter tree with Orbax: sharded, by every process its own part.
+
+The released layout is for exchange; this one is for training state and for models that no single
+process holds. Needs the extra `orbax`, which is imported on first use.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from deepinfer_jax import params as parameters
+from deepinfer_jax.checkpoint.reading import layouts
+from deepinfer_jax.checkpoint.shards import some
+from deepinfer_jax.config import ModelConfig
+from deepinfer_jax.params import Params
+
+_ITEM = "params"
+
+
+def save_orbax(params: Params, cfg: ModelConfig, folder: str | Path) -> None:
+    """Write `folder/params` (Orbax) and `folder/config.json`; every process must call it.
+
+    Raises:
+      ImportError: the extra `orbax` is not installed.
+      FileExistsError: the folder already holds parameters.
+      ValueError: the tree does not fit `cfg`; lists the differences by path.
+    """
+    orbax = _orbax()
+    folder = Path(folder).absolute()
+    different = parameters.differences(params, cfg)
+    if different:
+        raise ValueError(f"params do not fit the configuration: {some(different, '; ')}")
+    if (folder / _ITEM).exists():
+        raise FileExistsError(f"{folder} already holds {_ITEM}: choose an empty folder")
+    folder.mkdir(parents=True, exist_ok=True)
+    # Orbax refuses arrays without elements (a model without compressors has some).
+    leaves = {path: leaf for path, leaf in parameters.by_path(params).items() if leaf.size}
+    with orbax.StandardCheckpointer() as checkpointer:
+        checkpointer.save(folder / _ITEM, leaves)
+    if jax.process_index() == 0:
+        text = json.dumps(cfg.to_dict(), indent=1, ensure_ascii=False)
+        (folder / "config.json").write_text(text + "\n", encoding="utf-8")
+
+
+def restore_orbax(
+    folder: str | Path, cfg: ModelConfig | None = None, sharding: Any = None
+) -> Params:
+    """Read what `save_orbax` wrote, on any mesh.
+
+    Args:
+      folder: the folder given to `save_orbax`.
+      cfg: the model; default is the folder's `config.json`.
+      sharding: as in `load_params`; it need not be the one that the parameters were saved with.
+
+    Raises:
+      ImportError: the extra `orbax` is not installed.
+      FileNotFoundError: nothing was saved there.
+      ValueError: what was saved does not fit `cfg`; lists the differences by path.
+    """
+    orbax = _orbax()
+    folder = Path(folder).absolute()
+    if not (folder / _ITEM).is_dir():
+        raise FileNotFoundError(f"no {_ITEM} in {folder}: give a folder written by save_orbax")
+    cfg = ModelConfig.from_json(folder) if cfg is None else cfg
+    tree = parameters.abstract(cfg)
+    specs, structure = jax.tree.flatten(tree)
+    default = jnp.zeros(()).sharding
+    wanted = {
+        path: jax.ShapeDtypeStruct(spec.shape, spec.dtype, sharding=layout or default)
+        for (path, spec), layout in zip(
+            parameters.by_path(tree).items(), layouts(specs, structure, sharding), strict=True
+        )
+    }
+    present = {path: leaf for path, leaf in wanted.items() if leaf.size}
+    with orbax.StandardCheckpointer() as checkpointer:
+        saved = checkpointer.metadata(folder / _ITEM).item_metadata.tree
+        different = parameters.leaf_differences(saved, present)
+        if different:
+            raise ValueError(f"{folder} does not fit the configuration: {some(different, '; ')}")
+        restored = checkpointer.restore(folder / _ITEM, present)
+    leaves = [
+        restored[path] if leaf.size else jnp.zeros(leaf.shape, leaf.dtype)
+        for path, leaf in wanted.items()
+    ]
+    return jax.tree.unflatten(structure, leaves)
+
+
+def _orbax() -> Any:
+    try:
+        import orbax.checkpoint
+    except ImportError as error:
+        raise ImportError(
+            "saving with Orbax needs the extra 'orbax': pip install 'deepinfer-jax[orbax]'"
+        ) from error
+    return orbax.checkpoint
