@@ -9,8 +9,8 @@ from pathlib import Path
 PACKAGE = "deepinfer_jax"
 
 # Data flows down this list, so an import goes up it. An entry names a module or a sub-package;
-# modules below one entry may import each other as long as they form no cycle. "" is the package's
-# own __init__, the public names.
+# modules below one entry may import each other as long as they form no cycle when they run (an
+# import for annotations only may). "" is the package's own __init__, the public names.
 ORDER = (
     "resources",
     "config",
@@ -18,6 +18,7 @@ ORDER = (
     "quant",
     "numerics",
     "tables",
+    "rows",
     "params",
     "safetensors",
     "checkpoint",
@@ -101,7 +102,11 @@ def entry_of(name: str) -> str | None:
 
 def imports_of(module: Module, known: frozenset[str]) -> Iterator[tuple[int, str]]:
     """(line, module name inside the package) for each import of the package's own modules."""
-    for node in ast.walk(ast.parse(module.text)):
+    yield from _imports(module, known, ast.parse(module.text))
+
+
+def _imports(module: Module, known: frozenset[str], tree: ast.AST) -> Iterator[tuple[int, str]]:
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             targets = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -146,10 +151,10 @@ def wrong_imports(modules: list[Module]) -> Iterator[str]:
 def import_cycles(modules: list[Module]) -> Iterator[str]:
     """Cycles among the package's modules, each reported once by its members."""
     known = frozenset(module.name for module in modules)
-    graph = {
-        module.name: {target for _, target in imports_of(module, known)} - {module.name}
-        for module in modules
-    }
+    graph = {}
+    for module in modules:
+        tree = _AtRunTime().visit(ast.parse(module.text))
+        graph[module.name] = {target for _, target in _imports(module, known, tree)} - {module.name}
     reach = {name: _reachable(graph, name) for name in graph}
     seen: set[frozenset[str]] = set()
     for name in graph:
@@ -157,6 +162,16 @@ def import_cycles(modules: list[Module]) -> Iterator[str]:
         if ring and ring not in seen:
             seen.add(ring)
             yield "import cycle: " + ", ".join(sorted(member or PACKAGE for member in ring))
+
+
+class _AtRunTime(ast.NodeTransformer):
+    """Removes what `if TYPE_CHECKING:` guards."""
+
+    def visit_If(self, node: ast.If) -> ast.AST | list[ast.stmt]:
+        test = node.test
+        name = test.attr if isinstance(test, ast.Attribute) else getattr(test, "id", "")
+        self.generic_visit(node)
+        return node.orelse if name == "TYPE_CHECKING" else node
 
 
 def _reachable(graph: Mapping[str, set[str]], start: str) -> set[str]:
@@ -197,8 +212,8 @@ def bare_sums(module: Module) -> Iterator[str]:
     """Floating-point sums outside `numerics`.
 
     A sum is exempt when its text says that it counts: a `dtype=` or `preferred_element_type=` of
-    an integer or boolean type, an operand (or each of a tuple of operands) written
-    `x.astype(jnp.int32)`, or `.at[i].add(1)`.
+    an integer or boolean type, an operand written `x.astype(jnp.int32)`, a `lax.reduce` that
+    starts from `jnp.int32(0)`, or `.at[i].add(1)`.
     """
     if entry_of(module.name) in SUMS_ALLOWED:
         return
@@ -242,8 +257,9 @@ def _is_at(node: ast.AST) -> bool:
 
 
 def _counts(call: ast.Call, what: str, names: _Names) -> bool:
-    if what in REDUCERS and any(names.resolve(given) in EXACT for given in _arguments(call)):
-        return True
+    if what in REDUCERS:
+        starts = len(call.args) > 1 and _is_integer_start(call.args[1])
+        return starts or any(names.resolve(given) in EXACT for given in _arguments(call))
     for keyword in call.keywords:
         if keyword.arg in {"dtype", "preferred_element_type"}:
             return _is_integer_type(keyword.value)
@@ -252,8 +268,16 @@ def _counts(call: ast.Call, what: str, names: _Names) -> bool:
     operand = call.args[0]
     if what.startswith(".at[]") and isinstance(operand, ast.Constant):
         return isinstance(operand.value, int)
-    operands = operand.elts if isinstance(operand, ast.Tuple) else [operand]
-    return all(_is_cast_to_integer(each) for each in operands)
+    return _is_cast_to_integer(operand)
+
+
+def _is_integer_start(node: ast.expr) -> bool:
+    """`jnp.int32(0)`, a tuple of such, or one repeated; operands have the type of their start."""
+    if isinstance(node, ast.Tuple):
+        return all(_is_integer_start(each) for each in node.elts)
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
+        return _is_integer_start(node.left)
+    return isinstance(node, ast.Call) and _is_integer_type(node.func)
 
 
 def _is_cast_to_integer(node: ast.expr) -> bool:

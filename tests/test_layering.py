@@ -94,7 +94,7 @@ IMPORTS = "import jax\nimport jax.numpy as jnp\nimport numpy as np\nfrom jax imp
         "y = lax.psum(x, 'data')",
         "y = lax.psum(x.astype(jnp.float32), 'data')",
         "y = lax.reduce(x, 0.0, lax.add, (0,))",
-        "y = lax.reduce((x.astype(jnp.uint32), y), (0, 0), both, (0,))",
+        "y = lax.reduce(xs, (jnp.uint32(0), jnp.float32(0)), both, (0,))",
         "y = jnp.add.reduce(x)",
         "y = jax.nn.softmax(x)",
         "y = jax.scipy.special.logsumexp(x)",
@@ -122,7 +122,8 @@ def test_a_floating_point_sum_is_found(line):
         "y = lax.psum(mask.astype(jnp.int32), 'data')",
         "y = lax.dot_general(x, w, dims, preferred_element_type=jnp.int32)",
         "y = lax.reduce(x, -1.0, lax.max, (0,))",
-        "y = lax.reduce((x.astype(jnp.uint32), y.astype(jnp.int32)), (0, 0), both, (0,))",
+        "y = lax.reduce(xs, (jnp.uint32(0), jnp.int32(0)), both, (0,))",
+        "y = lax.reduce(xs, (jnp.uint32(0),) * 2, both, (0,))",
         "y = lax.associative_scan(jnp.maximum, x)",
         "y = x.at[i].add(1)",
         "y = x.at[i].set(v)",
@@ -187,6 +188,20 @@ def test_a_cycle_inside_one_entry_is_found():
     ]
     assert list(layering.import_cycles(modules)) == ["import cycle: model.block, model.moe"]
     assert list(layering.wrong_imports(modules)) == []
+
+
+def test_an_import_for_annotations_only_makes_no_cycle():
+    guarded = (
+        "from typing import TYPE_CHECKING\n"
+        "if TYPE_CHECKING:\n    from deepinfer_jax.model import block"
+    )
+    modules = [
+        planted("from deepinfer_jax.model import moe", "model.block"),
+        planted(guarded, "model.moe"),
+    ]
+    assert list(layering.import_cycles(modules)) == []
+    against = planted(guarded, "rows")
+    assert any(layering.wrong_imports([*modules, against]))
 
 
 @pytest.mark.parametrize(
