@@ -43,7 +43,8 @@ def token_map(tokenizer: tokenizers.Tokenizer) -> np.ndarray:
     first_seen: dict[str, int] = {}
     ids = np.empty(size, np.int32)
     for token, text in enumerate(texts):
-        key = tokenizer.id_to_token(token) if "\ufffd" in text else normalize(text) or text
+        spelling = tokenizer.id_to_token(token) or ""
+        key = spelling if "\ufffd" in text else normalize(text) or text
         ids[token] = first_seen.setdefault(key, len(first_seen))
     return ids
 

@@ -83,6 +83,8 @@ class Tokenizer:
         `content`; an assistant's may carry `reasoning_content` and `tool_calls`. A tool is its
         `name`, `description` and `parameters`, bare or under `function`. `effort` is low, high,
         xhigh or max (default high); `schema` is a JSON schema the reply is told to follow.
+        Text in messages, tools and schema stays text; only the grounding marks (ref, box, point,
+        polygon) of an assistant's earlier replies are read as the tokens that the model wrote.
         Raises ValueError for a message or tool that is not of this form.
         """
         conversation = chat.conversation(
