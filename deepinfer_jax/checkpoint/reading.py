@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -86,8 +86,8 @@ def layouts(specs: list[Spec], structure: Any, sharding: Any) -> list[Sharding |
     if sharding is None or isinstance(sharding, Sharding):
         return [sharding for _ in specs]
     if callable(sharding):
-        place: Callable[[Spec], Sharding] = sharding
-        return [place(spec) for spec in specs]
+        placed: list[Any] = [sharding(spec) for spec in specs]
+        return placed
     leaves, given = jax.tree.flatten(sharding)
     if given != structure:
         raise ValueError(
