@@ -51,10 +51,10 @@ def pack(
     out = np.empty((rows, context), np.uint16)
     prose = [] if split == "heldout" or not library_share else _prose(context)
     setup = (seed, context, split, library_share if prose else 0.0, prose)
-    shards = range(-(-rows // SHARD_ROWS))
-    for index, shard in zip(shards, _shards(setup, shards, workers), strict=True):
-        start = index * SHARD_ROWS
-        out[start : start + SHARD_ROWS] = shard[: rows - start]
+    starts = range(0, rows, SHARD_ROWS)
+    jobs = [(index, min(SHARD_ROWS, rows - start)) for index, start in enumerate(starts)]
+    for start, shard in zip(starts, _shards(setup, jobs, workers), strict=True):
+        out[start : start + len(shard)] = shard
     return out
 
 
@@ -79,15 +79,15 @@ def answer_mask(tokens: np.ndarray) -> np.ndarray:
     return inside & ~tag & (tokens != PAD)
 
 
-def _shards(setup: tuple, shards: range, workers: int) -> Iterator[np.ndarray]:
-    """Every shard in order."""
-    if workers == 1 or len(shards) == 1:
+def _shards(setup: tuple, jobs: list[tuple[int, int]], workers: int) -> Iterator[np.ndarray]:
+    """Every shard in order; a job is the number of a shard and of its rows."""
+    if workers == 1 or len(jobs) == 1:
         _start(*setup)
-        yield from map(_shard, shards)
+        yield from map(_shard, jobs)
         return
     context = multiprocessing.get_context("spawn")
-    with context.Pool(min(workers, len(shards)), _start, setup) as pool:
-        yield from pool.imap(_shard, shards)
+    with context.Pool(min(workers, len(jobs)), _start, setup) as pool:
+        yield from pool.imap(_shard, jobs)
 
 
 _setup: tuple  # of this process, set once by _start
@@ -98,11 +98,12 @@ def _start(*setup) -> None:
     _setup = (*setup, PieceEncoder(load_tokenizer()))
 
 
-def _shard(index: int) -> np.ndarray:
-    """One shard: uint16 [SHARD_ROWS, context]."""
+def _shard(job: tuple[int, int]) -> np.ndarray:
+    """The first rows of one shard: uint16 [rows, context]."""
+    index, rows = job
     seed, context, split, share, prose, encoder = _setup
     documents = _documents(seed << 24 | index, split, share, prose, encoder)
-    out = np.full((SHARD_ROWS, context), PAD, np.uint16)
+    out = np.full((rows, context), PAD, np.uint16)
     for row, parts in zip(out, _rows(documents, context), strict=False):
         ids = list(itertools.chain.from_iterable(parts))
         row[: len(ids)] = ids

@@ -28,9 +28,9 @@ _SUBTRACT = ("What is {a} - {b}?",) * 4 + (
 
 
 def ends_with_number(expected: int, completion: str) -> bool:
-    """Check: the last whole number of the reply is this one."""
-    numbers = re.findall(r"-?\d+", final_part(completion))
-    return bool(numbers) and int(numbers[-1]) == expected
+    """Check: the reply ends with this whole number, a full stop allowed."""
+    found = re.search(r"(?<![\d-])-?[0-9]+(?=\.?$)", final_part(completion))
+    return found is not None and int(found[0]) == expected
 
 
 def addition_steps(a: int, b: int, brief: bool = False) -> str:
