@@ -73,9 +73,14 @@ class Stream:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Record:
-    """What one block did, for inspection: streams after Engram, sub-layer outputs, routing."""
+    """What one block did, for inspection.
+
+    entered [T, C, D]: streams after Engram; normed [T, D]: the attention sub-layer's input; attention
+    and moe [T, D]: the sub-layers' outputs before they are written back; route: experts and weights.
+    """
 
     entered: jax.Array
+    normed: jax.Array
     attention: jax.Array
     moe: jax.Array
     route: moe.Route
@@ -228,6 +233,7 @@ def _select(
         ids = index.members(s.candidates, cfg.candidate_block_size)
     else:
         ids = jnp.arange(count, dtype=jnp.int32)
+    query = lax.stop_gradient(query)
     score = index.scores(query, keys, ids, call.rows, call.spans, field, numerics)
     s = dataclasses.replace(s, selected=index.select(score, ids, cfg.index_topk))
     if kind.candidate_source:
@@ -238,8 +244,8 @@ def _select(
 
 def attention_part(
     call: Call, kind: LayerKind, layer: Any, p: Any, s: Stream
-) -> tuple[Stream, jax.Array]:
-    """The attention sub-layer; returns the stream and the sub-layer's output [T, D]."""
+) -> tuple[Stream, jax.Array, jax.Array]:
+    """The attention sub-layer; returns the stream, the sub-layer's input and its output [T, D]."""
     cfg, numerics = call.cfg, call.numerics
     angle = _angle(call, kind)
     mixed = hyper.mix(p["hc_attn"], s.x, cfg, numerics)
@@ -254,8 +260,8 @@ def attention_part(
                 s = _select(call, kind, layer, s, x, q.low, keys)
     o, cache = _sparse_attention(call, kind, layer, p, q.heads, k, entries, s)
     y = attention.output(p["attn"], o, angle, cfg, numerics)
-    x = hyper.expand(y, mixed, s.x, numerics.dtype)
-    return dataclasses.replace(s, x=x, pre=mixed.pre, cache=cache), y
+    streams = hyper.expand(y, mixed, s.x, numerics.dtype)
+    return dataclasses.replace(s, x=streams, pre=mixed.pre, cache=cache), x, y
 
 
 def _sparse_attention(
@@ -315,10 +321,10 @@ def after_enter(call: Call, kind: LayerKind, layer: Any, s: Stream) -> tuple[Str
     p = block_params(call.params["layers"], layer)
     entered = s.x
     with jax.named_scope("attention"):
-        s, attention_y = attention_part(call, kind, layer, p, s)
+        s, normed, attention_y = attention_part(call, kind, layer, p, s)
     with jax.named_scope("moe"):
         s, moe_y, route = moe_part(call, layer, p, s)
-    return s, Record(entered, attention_y, moe_y, route)
+    return s, Record(entered, normed, attention_y, moe_y, route)
 
 
 def padding_floor(rows: Rows, floor: jax.Array) -> jax.Array:

@@ -1,7 +1,7 @@
 """The indexer: which compressed entries each row attends to (model spec 8.4, 8.5).
 
 Selection is exact and total: higher score first, then lower position; a list of entries is always given
-in ascending position. Nothing here carries a gradient.
+in ascending position. A selection carries no gradient: train the indexer on its scores.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def index_query(
         heads = quant.qdq_index(heads)
     weights = nx.linear(x, p["weights_proj"], numerics).astype(jnp.float32)
     scale = np.float32(cfg.index_head_dim**-0.5 * cfg.index_n_heads**-0.5)
-    return lax.stop_gradient(IndexQuery(heads, nx.round_to(weights * scale, numerics.dtype)))
+    return IndexQuery(heads, nx.round_to(weights * scale, numerics.dtype))
 
 
 def visible_entries(positions: jax.Array, ratio: int) -> jax.Array:

@@ -1,0 +1,235 @@
+"""DSpark: the block drafter (model spec 11).
+
+One pass of a few window-only blocks over [anchor, noise, noise, ...] proposes the next tokens; a Markov
+head chains them left to right, a confidence head estimates how likely each is to be accepted. Drafts are
+drawn with the noise of the absolute position that the target itself will use, so that target and draft
+agree as often as coupled sampling allows (engine spec 1.7).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from deepinfer_jax import cache as caches
+from deepinfer_jax import numerics as nx
+from deepinfer_jax import rows as row_sets
+from deepinfer_jax.cache import Cache
+from deepinfer_jax.config import ModelConfig
+from deepinfer_jax.model import attention, head, hyper, moe, rope
+from deepinfer_jax.model.attention import Ring
+from deepinfer_jax.model.block import at_layer, block_params
+from deepinfer_jax.model.forward import Hidden
+from deepinfer_jax.numerics import Numerics
+from deepinfer_jax.rows import Rows
+from deepinfer_jax.tables import Rotation, Tables
+
+Pick = Callable[[jax.Array, jax.Array], jax.Array]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Draft:
+    """N proposals for each of B anchors.
+
+    tokens      [B, N] int32: proposal k stands at the anchor's position + 1 + k
+    logits      [B, N, V] float32, Markov bias of the preceding draft included
+    base        [B, N, V] float32, without it
+    confidence  [B, N] float32, raw: sigmoid estimates P(accepted | all before accepted)
+    streams     [M, B * N, C, D]: streams after each draft block, for inspection
+    routed      [M, B * N, k] experts
+    """
+
+    tokens: jax.Array
+    logits: jax.Array
+    base: jax.Array
+    confidence: jax.Array
+    streams: jax.Array
+    routed: jax.Array
+
+
+def context(params: Any, taps: jax.Array, cfg: ModelConfig, numerics: Numerics) -> jax.Array:
+    """Context features [T, D] of backbone rows from their taps [n, T, D]."""
+    p = params["draft"]
+    joined = jnp.moveaxis(taps, 0, 1).reshape(taps.shape[1], -1)
+    m = nx.linear(joined, p["main_proj"], numerics, cfg.quantized)
+    return nx.rms_norm(m, p["main_norm"], cfg.rms_norm_eps, numerics.dtype)
+
+
+def store_context(
+    params: Any, tables: Tables, hidden: Hidden, cache: Cache, cfg: ModelConfig, numerics: Numerics
+) -> Cache:
+    """Write the context KV of a forward's rows into the rings of the draft layers.
+
+    Rows that turn out to be rejected are overwritten before any draft can read them.
+    """
+    rows = hidden.rows
+    m = context(params, hidden.taps, cfg, numerics)
+    angle = rope.at(tables.base, rows.positions)
+    spans = row_sets.spans_of(rows, cache.slots)
+    codec = caches.window_codec(cfg, numerics)
+    stack = params["draft"]["layers"]["attn"]
+
+    def one(data, layer):
+        p = at_layer({name: stack[name] for name in ("wkv", "kv_norm")}, layer)
+        k = attention.window_kv(p, m, angle, cfg, numerics)
+        return attention.store_window(Ring(data, layer), k, rows, spans, codec), None
+
+    layers = jnp.arange(cfg.num_nextn_predict_layers, dtype=jnp.int32)
+    return dataclasses.replace(cache, draft=lax.scan(one, cache.draft, layers)[0])
+
+
+def _block_rows(
+    slots: jax.Array, positions: jax.Array, anchors: jax.Array, size: int, cfg: ModelConfig
+) -> Rows:
+    """The rows [B * N] of the draft blocks: the anchor, then noise, at consecutive positions."""
+    offset = jnp.arange(size, dtype=jnp.int32)
+    tokens = jnp.where(offset == 0, anchors[:, None], cfg.dspark_noise_token_id)
+    return row_sets.text_rows(
+        tokens.reshape(-1),
+        jnp.repeat(slots, size),
+        (positions[:, None] + offset).reshape(-1),
+    )
+
+
+def _attend_row(row: Any, shared: Any, size: int, codec: Any, cfg: ModelConfig) -> jax.Array:
+    """One draft row: the window before its block, then the whole block, without a causal mask."""
+    q, number, slot, anchor, real = row
+    new, ring, layer, sink = shared
+    width = cfg.sliding_window
+    wanted = anchor - width + jnp.arange(width, dtype=jnp.int32)
+    safe = jnp.maximum(wanted, 0)
+    old = codec.load(ring[layer, slot, safe % ring.shape[2]], new.dtype)
+    block = lax.dynamic_slice_in_dim(new, number // size * size, size, axis=0)
+    keys = jnp.concatenate([old, block])
+    mask = jnp.concatenate([wanted >= 0, jnp.ones((size,), bool)]) & real
+    keys = jnp.where(mask[:, None], keys, 0)
+    return nx.attend(q, keys, mask, sink, cfg.head_dim**-0.5)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Scene:
+    """What the draft blocks of one pass share."""
+
+    params: Any
+    rows: Rows
+    angle: Rotation
+    anchors: jax.Array
+    ring: jax.Array
+    size: int
+    cfg: ModelConfig
+    numerics: Numerics
+
+
+def _block(scene: _Scene, x: jax.Array, pre: jax.Array, layer: Any):
+    cfg, numerics, rows = scene.cfg, scene.numerics, scene.rows
+    stack = scene.params["draft"]["layers"]
+    p = block_params(stack, layer)
+    mixed = hyper.mix(p["hc_attn"], x, cfg, numerics)
+    u = hyper.collapse(pre, x, numerics.dtype)
+    h = nx.rms_norm(u, p["attn_norm"], cfg.rms_norm_eps, numerics.dtype)
+    q = attention.query(p["attn"], h, scene.angle, cfg, numerics).heads
+    k = attention.window_kv(p["attn"], h, scene.angle, cfg, numerics)
+    number = jnp.arange(rows.slots.shape[0], dtype=jnp.int32)
+    each = (q, number, jnp.maximum(rows.slots, 0), scene.anchors, rows.real)
+    codec = caches.window_codec(cfg, numerics)
+    f = functools.partial(_attend_row, size=scene.size, codec=codec, cfg=cfg)
+    sink = p["attn"]["attn_sink"].astype(jnp.float32)
+    o = nx.map_rows(f, each, (k, scene.ring, layer, sink), numerics)
+    y = attention.output(p["attn"], o, scene.angle, cfg, numerics)
+    x = hyper.expand(y, mixed, x, numerics.dtype)
+    pre = mixed.pre
+    mixed = hyper.mix(p["hc_ffn"], x, cfg, numerics)
+    u = hyper.collapse(pre, x, numerics.dtype)
+    h = nx.rms_norm(u, p["ffn_norm"], cfg.rms_norm_eps, numerics.dtype)
+    active = cfg.dspark_num_experts_per_tok
+    y, route = moe.moe(p["ffn"], stack["ffn"]["experts"], layer, h, rows, active, cfg, numerics)
+    return hyper.expand(y, mixed, x, numerics.dtype), mixed.pre, route.experts
+
+
+def hidden_block(
+    params: Any, tables: Tables, cache: Cache, slots: jax.Array, positions: jax.Array,
+    anchors: jax.Array, size: int, cfg: ModelConfig, numerics: Numerics,
+) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
+    """Run the draft blocks: (collapsed outputs [B * N, D], streams after each, experts of each).
+
+    slots [B] (-1: padding), positions [B] of the anchors, anchors [B] token ids; the context before
+    each anchor stands in `cache.draft`.
+    """
+    rows = _block_rows(slots, positions, anchors, size, cfg)
+    scene = _Scene(
+        params=params,
+        rows=rows,
+        angle=rope.at(tables.base, rows.positions),
+        anchors=jnp.repeat(positions, size),
+        ring=cache.draft,
+        size=size,
+        cfg=cfg,
+        numerics=numerics,
+    )
+    table = params["embed"]
+    h = nx.round_to(table[jnp.clip(rows.tokens, 0, table.shape[0] - 1)], numerics.dtype)
+    x = jnp.repeat(h[:, None], cfg.hc_mult, axis=1)
+    pre = hyper.first_pre(rows.slots.shape[0], cfg.hc_mult)
+
+    def step(carry, layer):
+        x, pre, routed = _block(scene, *carry, layer)
+        return (x, pre), (x, routed)
+
+    layers = jnp.arange(cfg.num_nextn_predict_layers, dtype=jnp.int32)
+    (x, pre), (streams, routed) = lax.scan(step, (x, pre), layers)
+    return hyper.collapse(pre, x, numerics.dtype), streams, routed
+
+
+def markov_bias(params: Any, previous: jax.Array, numerics: Numerics) -> tuple[jax.Array, Any]:
+    """(bias float32 [B, V], embedding [B, R]) of the preceding tokens [B]."""
+    p = params["draft"]
+    embedding = nx.round_to(p["markov_embed"][previous], numerics.dtype)
+    return nx.linear_f32(embedding, p["markov_head"], numerics), embedding
+
+
+def draft(
+    params: Any, tables: Tables, cache: Cache, slots: jax.Array, positions: jax.Array,
+    anchors: jax.Array, pick: Pick, cfg: ModelConfig, numerics: Numerics, size: int | None = None,
+) -> Draft:  # fmt: skip
+    """Propose `size` tokens (default: the block size) after each anchor.
+
+    Args:
+      slots [B], positions [B], anchors [B]: the newest token of each slot and where it stands; its own
+        KV is not needed, the context of all positions before it is (`store_context`).
+      pick: (logits [B, V], absolute position [B]) -> tokens [B], the target's own sampling rule.
+    """
+    size = cfg.dspark_block_size if size is None else size
+    if not 1 <= size <= cfg.dspark_block_size:
+        raise ValueError(
+            f"size must lie in 1..{cfg.dspark_block_size} (dspark_block_size), got {size}"
+        )
+    u, streams, routed = hidden_block(
+        params, tables, cache, slots, positions, anchors, size, cfg, numerics
+    )
+    p = params["draft"]
+    normed = nx.rms_norm(u, p["norm"], cfg.rms_norm_eps, numerics.dtype)
+    base = head.logits(params, normed, numerics).reshape(-1, size, cfg.vocab_size)
+    u = u.reshape(-1, size, cfg.hidden_size)
+    previous, tokens, logits, confidence = anchors, [], [], []
+    for k in range(size):
+        bias, embedding = markov_bias(params, previous, numerics)
+        logits.append(base[:, k] + bias)
+        features = jnp.concatenate([u[:, k], embedding], axis=-1)
+        confidence.append(nx.linear_f32(features, p["confidence"], numerics)[:, 0])
+        previous = pick(logits[-1], positions + 1 + k)
+        tokens.append(previous)
+    return Draft(
+        tokens=jnp.stack(tokens, axis=1),
+        logits=jnp.stack(logits, axis=1),
+        base=base,
+        confidence=jnp.stack(confidence, axis=1),
+        streams=streams,
+        routed=routed,
+    )
