@@ -1,6 +1,9 @@
 """Packed rows: whole documents, the same rows for any number of workers, the right mask."""
 
 import itertools
+import pathlib
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -48,7 +51,7 @@ def test_rows_do_not_depend_on_the_workers_nor_on_the_amount():
 
 
 def test_seeds_and_splits_differ(rows):
-    assert not np.array_equal(rows[:50], dataset.pack(5, 50 * 512))
+    assert not np.array_equal(rows[:50], dataset.pack(5, 50 * 512, library_share=0.0))
     assert not np.array_equal(rows[:50], dataset.pack(3, 50 * 512, split="heldout"))
 
 
@@ -76,6 +79,20 @@ def test_the_fast_encoder_is_the_tokenizer():
     texts = [chat.document_text(one) for one in itertools.islice(corpus.examples(7), 600)]
     for text in [*texts, *library.documents()[::20], "", " ", "é <｜User｜> ²x  \n\n y", "a\x1c b"]:
         assert encoder.encode(text) == FULL.encode(text, add_special_tokens=False).ids
+
+
+def test_rows_are_made_without_the_recipe():
+    """A training machine needs neither deepseek-recipe nor JAX."""
+    program = (
+        "import sys; sys.modules.update(deepseek_recipe=None, jax=None)\n"
+        "from deepinfer_jax.training import dataset\n"
+        "print(dataset.pack(3, 512, library_share=0.0).shape)"
+    )
+    root = pathlib.Path(dataset.__file__).parents[2]
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=root, capture_output=True, text=True, timeout=120
+    )
+    assert done.stdout.strip() == "(1, 512)", done.stderr
 
 
 @pytest.mark.parametrize(
