@@ -1,17 +1,19 @@
-"""Configuration of the model: what `config.json` says, typed, validated, and the layer roles it implies.
+"""Configuration of the model: what `config.json` says, typed and validated, and its layer roles.
 
-Three kinds of configuration are never mixed: `ModelConfig` (from the checkpoint), `Numerics` (what fixes
-the bits, see `numerics`), and the sizes of caches and batches (which must never change a result).
+Three kinds of configuration are never mixed: `ModelConfig` (from the checkpoint), `Numerics` (what
+fixes the bits, see `numerics`), and the sizes of caches and batches (which must never change a
+result).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from deepinfer_jax import validity
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -34,8 +36,8 @@ class VisionConfig:
 class LayerKind:
     """What one backbone layer does; layers of equal kind run the same program.
 
-    `ratio` is the compression ratio m of the global KV it reads (0: window only). `engram` is
-    the ordinal of its Engram layer or None; `tap` marks a layer whose input DSpark reads; `boundary` is
+    `ratio` is the compression ratio m of the global KV it reads (0: window only). `engram` is the
+    ordinal of its Engram layer or None; `tap` marks a layer whose input DSpark reads; `boundary` is
     the first decoder layer, where a prefill may drop rows (model spec 16).
     """
 
@@ -61,7 +63,7 @@ class LayerKind:
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """One V4.1-family model. Field names are those of the released `config.json`; see `from_json`."""
+    """One V4.1-family model; fields are named as in the released `config.json`, see `from_json`."""
 
     vocab_size: int
     hidden_size: int
@@ -123,8 +125,7 @@ class ModelConfig:
     vision: VisionConfig | None = None
 
     def __post_init__(self) -> None:
-        _check_sizes(self)
-        _check_roles(self)
+        validity.check(self)
 
     # -- derived sizes ---------------------------------------------------------------------------
 
@@ -181,8 +182,8 @@ class ModelConfig:
 
         Raises:
           FileNotFoundError: no such file.
-          ValueError: not JSON, or a field is missing, of the wrong type or inconsistent; the message
-            names the field and the file.
+          ValueError: not JSON, or a field is missing, of the wrong type or inconsistent; the
+            message names the field and the file.
         """
         path = Path(path)
         if path.is_dir():
@@ -203,6 +204,7 @@ class ModelConfig:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> ModelConfig:
         """The same from parsed JSON, nested or flat (told apart by the key `text_config`)."""
+        _mapping("config.json", data)
         return cls(**(_from_nested(data) if "text_config" in data else _from_flat(data)))
 
     def to_dict(self) -> dict[str, Any]:
@@ -267,7 +269,7 @@ _NOT_IN_JSON = frozenset(("quantized", "vision", *_TOP))
 
 
 def _typed(key: str, value: Any, kind: str) -> Any:
-    """`value` checked against an annotation (`int`, `float`, `bool`, `tuple[int, ...]`, `X | None`)."""
+    """`value` checked against an annotation such as `int`, `tuple[int, ...]` or `X | None`."""
     if kind.endswith("| None") and value is None:
         return None
     kind = kind.removesuffix("| None").strip()
@@ -278,9 +280,12 @@ def _typed(key: str, value: Any, kind: str) -> Any:
         return float(value)
     if kind == "bool" and isinstance(value, bool):
         return value
-    if kind.startswith("tuple") and isinstance(value, (list, tuple)):
-        if all(isinstance(v, int) and not isinstance(v, bool) for v in value):
-            return tuple(value)
+    if (
+        kind.startswith("tuple")
+        and isinstance(value, list | tuple)
+        and all(type(v) is int for v in value)
+    ):
+        return tuple(value)
     raise ValueError(f"field {key!r} must be {kind}, got {value!r}")
 
 
@@ -308,13 +313,15 @@ def _check_fixed(data: Mapping[str, Any]) -> None:
             )
 
 
+def _mapping(key: str, value: Any) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{key!r} must be an object, got {value!r}")
+    return value
+
+
 def _from_nested(data: Mapping[str, Any]) -> dict[str, Any]:
-    text = dict(data["text_config"])
-    scaling = text.get("rope_scaling")
-    if not isinstance(scaling, Mapping):
-        raise ValueError(
-            f"field 'rope_scaling' must be an object with the YaRN constants, got {scaling!r}"
-        )
+    text = dict(_mapping("text_config", data["text_config"]))
+    scaling = _mapping("rope_scaling", text.get("rope_scaling"))
     if scaling.get("rope_type", "yarn") != "yarn":
         raise ValueError(f"field 'rope_type' must be 'yarn', got {scaling['rope_type']!r}")
     text.update({k: v for k, v in scaling.items() if k != "rope_type"})
@@ -325,9 +332,11 @@ def _from_nested(data: Mapping[str, Any]) -> dict[str, Any]:
     quantization = data.get("quantization_config")
     values["quantized"] = quantization is not None
     if quantization is not None:
-        _check_quantization(quantization)
-    if data.get("vision_config"):
-        values["vision"] = VisionConfig(**_read(VisionConfig, data["vision_config"], {}))
+        _check_quantization(_mapping("quantization_config", quantization))
+    vision = data.get("vision_config")
+    if vision:
+        vision = _mapping("vision_config", vision)
+        values["vision"] = VisionConfig(**_read(VisionConfig, vision, {}))
     return values
 
 
@@ -379,117 +388,3 @@ def _to_nested(cfg: ModelConfig) -> dict[str, Any]:
             "expert_dtype": "fp4",
         }
     return data
-
-
-def _require(ok: bool, message: str) -> None:
-    if not ok:
-        raise ValueError(message)
-
-
-def _check_sizes(cfg: ModelConfig) -> None:
-    for field in dataclasses.fields(cfg):
-        value = getattr(cfg, field.name)
-        if isinstance(value, float) and not math.isfinite(value):
-            raise ValueError(f"{field.name} must be finite, got {value}")
-    positive = ("vocab_size hidden_size num_hidden_layers num_attention_heads head_dim q_lora_rank "
-                "o_lora_rank o_groups moe_intermediate_size n_routed_experts num_experts_per_tok "
-                "sliding_window hc_mult max_position_embeddings").split()  # fmt: skip
-    for name in positive:
-        _require(getattr(cfg, name) > 0, f"{name} must be positive, got {getattr(cfg, name)}")
-    heads, groups = cfg.num_attention_heads, cfg.o_groups
-    _require(heads % groups == 0, f"o_groups={groups} must divide num_attention_heads={heads}")
-    rope = cfg.qk_rope_head_dim
-    _require(
-        rope % 2 == 0 and 0 < rope <= min(cfg.head_dim, cfg.index_head_dim),
-        f"qk_rope_head_dim must be even and at most head_dim={cfg.head_dim} and "
-        f"index_head_dim={cfg.index_head_dim}, got {rope}",
-    )
-    for name in ("head_dim", "index_head_dim", "engram_head_dim"):
-        width = getattr(cfg, name)
-        _require(
-            width % 32 == 0, f"{name} must be a multiple of 32 (KV quantizer groups), got {width}"
-        )
-    if cfg.quantized:
-        names = "hidden_size moe_intermediate_size q_lora_rank o_lora_rank".split()
-        for name in names:
-            width = getattr(cfg, name)
-            _require(
-                width % 32 == 0, f"{name} must be a multiple of 32 when quantized, got {width}"
-            )
-    _require(
-        cfg.num_experts_per_tok <= cfg.n_routed_experts,
-        f"num_experts_per_tok={cfg.num_experts_per_tok} exceeds n_routed_experts={cfg.n_routed_experts}",
-    )
-
-
-def _check_roles(cfg: ModelConfig) -> None:
-    layers, ratios = cfg.num_hidden_layers, cfg.compress_ratios
-    total = layers + cfg.num_nextn_predict_layers
-    _require(
-        len(ratios) in (layers, total),
-        f"compress_ratios must have {layers} or {total} entries, got {len(ratios)}",
-    )
-    _require(
-        not any(ratios[layers:]), "compress_ratios of the DSpark layers must be 0 (window only)"
-    )
-    _require(
-        all(m in (0, 1, 2) for m in ratios), f"compress_ratios must be 0, 1 or 2, got {ratios}"
-    )
-    sources, indexers = cfg.kv_source_layer_ids, cfg.index_source_layer_ids
-    for name in ("kv_source_layer_ids", "index_source_layer_ids", "engram_layer_ids",
-                 "dspark_target_layer_ids"):  # fmt: skip
-        ids = getattr(cfg, name)
-        _require(
-            list(ids) == sorted(set(ids)) and all(0 <= i < layers for i in ids),
-            f"{name} must be ascending layer numbers below {layers}, got {ids}",
-        )
-    _require(set(sources) <= set(indexers), "every kv source layer must be an index source layer")
-    for layer in range(layers):
-        source = max((s for s in sources if s <= layer), default=None)
-        if ratios[layer] == 0:
-            _require(layer not in indexers, f"window-only layer {layer} cannot be an index source")
-        else:
-            _require(
-                source is not None, f"layer {layer} has ratio {ratios[layer]} but no kv source"
-            )
-            _require(
-                ratios[layer] == ratios[source],  # pyright: ignore[reportArgumentType, reportCallIssue]
-                f"layer {layer} has ratio {ratios[layer]}, its kv source {source} another",
-            )
-    _check_candidates(cfg)
-    _check_engram_and_draft(cfg)
-
-
-def _check_candidates(cfg: ModelConfig) -> None:
-    source = cfg.candidate_source_layer_id
-    if source < 0:
-        return
-    _require(
-        source in cfg.kv_source_layer_ids,
-        f"candidate_source_layer_id={source} must be one of kv_source_layer_ids",
-    )
-    later = [s for s in cfg.kv_source_layer_ids if s > source]
-    _require(not later, f"no kv source may follow the candidate source {source}, got {later}")
-    pool = cfg.candidate_topk_blocks * cfg.candidate_block_size
-    _require(
-        pool >= cfg.index_topk,
-        f"candidate pool {pool} (blocks x size) must be at least index_topk={cfg.index_topk}",
-    )
-
-
-def _check_engram_and_draft(cfg: ModelConfig) -> None:
-    _require(
-        len(cfg.engram_layer_ids) == len(cfg.engram_num_embeddings),
-        "engram_layer_ids and engram_num_embeddings must have the same length",
-    )
-    taps = cfg.dspark_target_layer_ids
-    if cfg.num_nextn_predict_layers:
-        _require(bool(taps), "dspark_target_layer_ids must name at least one layer")
-        _require(
-            0 <= cfg.dspark_noise_token_id < cfg.vocab_size,
-            f"dspark_noise_token_id={cfg.dspark_noise_token_id} must be a token id",
-        )
-        _require(
-            cfg.dspark_num_experts_per_tok <= cfg.dspark_n_routed_experts,
-            "dspark_num_experts_per_tok exceeds dspark_n_routed_experts",
-        )
