@@ -407,6 +407,7 @@ def _quantize(tiles: jax.Array, format: quant.Format) -> Quantized:
     return quant.quantize(tiles, format)
 
 
+@functools.partial(jax.jit, static_argnums=1)
 def widen(params: Params, dtype: Any = jnp.float32) -> Params:
     """Every leaf as a plain float array of `dtype` (exact for float32)."""
 

@@ -1,8 +1,8 @@
-"""FP8 and FP4 block formats: exact decoding of stored weights, quantizers of activations and caches.
+"""FP8 and FP4 block formats: exact decoding of weights, quantizers of activations and caches.
 
-Everything here is elementwise or a maximum, so no result depends on an order of summation. All decoded
-values are exact in bfloat16 (model spec 5, 6). Codes travel as uint8: compilers convert whole stacks of
-narrow floats when one layer is sliced out of them, but leave bytes alone.
+Everything here is elementwise or a maximum, so no result depends on an order of summation. All
+decoded values are exact in bfloat16 (model spec 5, 6). Codes travel as uint8: compilers convert
+whole stacks of narrow floats when one layer is sliced out of them, but leave bytes alone.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def pack_nibbles(nibbles: jax.Array) -> jax.Array:
 
 
 def _spread(scale: jax.Array, group: int, width: int, axis: int) -> jax.Array:
-    """Repeat scales along `axis` so that one stands at every element; the last group may be short."""
+    """Repeat scales along `axis` so that every element has one; the last group may be short."""
     axis = axis % scale.ndim
     wide = jnp.repeat(scale, group, axis=axis)
     return lax.slice_in_dim(wide, 0, width, axis=axis)
@@ -102,7 +102,7 @@ def dequantize(weight: Quantized, dtype: Any = jnp.bfloat16) -> jax.Array:
 
 
 def pow2ceil(a: jax.Array) -> jax.Array:
-    """Smallest power of two >= a, for positive normal float32, computed on bits (model spec 6.1)."""
+    """Smallest power of two >= a, for positive normal float32, from its bits (model spec 6.1)."""
     bits = lax.bitcast_convert_type(a.astype(jnp.float32), jnp.uint32)
     exponent = (bits >> 23) + ((bits & 0x7FFFFF) != 0).astype(jnp.uint32)
     return lax.bitcast_convert_type(exponent << 23, jnp.float32)
@@ -119,7 +119,7 @@ def encode_e4m3(value: jax.Array) -> jax.Array:
 
 
 def encode_e2m1(value: jax.Array) -> jax.Array:
-    """float32 inside [-6, 6] -> nibbles; ties go to the even code, the sign of zero is kept (6.3)."""
+    """float32 inside [-6, 6] -> nibbles; ties go to the even code, -0 stays -0 (model spec 6.3)."""
     m = jnp.abs(value)
     steps = (m > 0.25, m >= 0.75, m > 1.25, m >= 1.75, m > 2.5, m >= 3.5, m > 5.0)
     code = functools.reduce(lambda a, b: a + b, [s.astype(jnp.uint8) for s in steps])
@@ -140,7 +140,7 @@ def _scaled(x: jax.Array, scale: jax.Array, limit: float) -> jax.Array:
 
 
 def _fp8(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """[..., K] -> (values/scale clamped [..., K/32, 32], scale [..., K/32]) of `q8` (model spec 6.2)."""
+    """[..., K] -> (clamped x/scale [..., K/32, 32], scale [..., K/32]) of `q8` (model spec 6.2)."""
     g = _groups(x, GROUP)
     amax = jnp.maximum(jnp.max(jnp.abs(g), axis=-1), np.float32(1e-4))
     scale = pow2ceil(amax * np.float32(1 / _E4M3_MAX))
@@ -184,7 +184,7 @@ def qdq_fp8(x: jax.Array) -> jax.Array:
 
 @_straight_through
 def qdq_index(x: jax.Array) -> jax.Array:
-    """FP4 by 32 with power-of-two scales, for index queries and keys (`q4_e8m0`, model spec 6.3)."""
+    """FP4 by 32 with power-of-two scales, for index queries, keys (`q4_e8m0`, model spec 6.3)."""
     value, scale = _fp4_e8m0(x)
     return _flat(decode_e2m1(encode_e2m1(value)) * scale[..., None]).astype(x.dtype)
 
@@ -265,7 +265,7 @@ def _block_amax(w: jax.Array, rows: int) -> jax.Array:
 
 
 def quantize(w: jax.Array, format: Format) -> Quantized:
-    """Store float weights [..., N, K] in a released format; the scale is pow2ceil(amax / largest)."""
+    """Store float weights [..., N, K] in a released format; scale is pow2ceil(amax / largest)."""
     w = w.astype(jnp.float32)
     rows = GROUP if format == "fp8_block" else 1
     limit = _E2M1_MAX if format == "fp4_group" else _E4M3_MAX
