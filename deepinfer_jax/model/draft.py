@@ -22,9 +22,9 @@ from deepinfer_jax import numerics as nx
 from deepinfer_jax import rows as row_sets
 from deepinfer_jax.cache import Cache
 from deepinfer_jax.config import ModelConfig
-from deepinfer_jax.model import attention, head, hyper, moe, rope
+from deepinfer_jax.model import attention, head, hyper, rope
 from deepinfer_jax.model.attention import Ring
-from deepinfer_jax.model.block import at_layer, block_params
+from deepinfer_jax.model.block import at_layer, block_params, moe_sublayer
 from deepinfer_jax.model.forward import Hidden
 from deepinfer_jax.numerics import Numerics
 from deepinfer_jax.rows import Rows
@@ -89,7 +89,7 @@ def _block_rows(
     slots: jax.Array, positions: jax.Array, anchors: jax.Array, size: int, cfg: ModelConfig
 ) -> Rows:
     """The rows [B * N] of the draft blocks: the anchor, then noise, at consecutive positions."""
-    offset = jnp.arange(size, dtype=jnp.int32)
+    offset = jnp.arange(size, dtype=jnp.int32)[None, :]
     tokens = jnp.where(offset == 0, anchors[:, None], cfg.dspark_noise_token_id)
     return row_sets.text_rows(
         tokens.reshape(-1),
@@ -127,13 +127,11 @@ class _Scene:
     numerics: Numerics
 
 
-def _block(scene: _Scene, x: jax.Array, pre: jax.Array, layer: Any):
+def _attention(scene: _Scene, p: Any, x: jax.Array, pre: jax.Array, layer: Any):
+    """The attention sub-layer of a draft block: streams and the next collapse weights."""
     cfg, numerics, rows = scene.cfg, scene.numerics, scene.rows
-    stack = scene.params["draft"]["layers"]
-    p = block_params(stack, layer)
     mixed = hyper.mix(p["hc_attn"], x, cfg, numerics)
-    u = hyper.collapse(pre, x, numerics.dtype)
-    h = nx.rms_norm(u, p["attn_norm"], cfg.rms_norm_eps, numerics.dtype)
+    h = hyper.normed(p["attn_norm"], pre, x, cfg, numerics)
     q = attention.query(p["attn"], h, scene.angle, cfg, numerics).heads
     k = attention.window_kv(p["attn"], h, scene.angle, cfg, numerics)
     number = jnp.arange(rows.slots.shape[0], dtype=jnp.int32)
@@ -143,14 +141,18 @@ def _block(scene: _Scene, x: jax.Array, pre: jax.Array, layer: Any):
     sink = p["attn"]["attn_sink"].astype(jnp.float32)
     o = nx.map_rows(f, each, (k, scene.ring, layer, sink), numerics)
     y = attention.output(p["attn"], o, scene.angle, cfg, numerics)
-    x = hyper.expand(y, mixed, x, numerics.dtype)
-    pre = mixed.pre
-    mixed = hyper.mix(p["hc_ffn"], x, cfg, numerics)
-    u = hyper.collapse(pre, x, numerics.dtype)
-    h = nx.rms_norm(u, p["ffn_norm"], cfg.rms_norm_eps, numerics.dtype)
+    return hyper.expand(y, mixed, x, numerics.dtype), mixed.pre
+
+
+def _block(scene: _Scene, x: jax.Array, pre: jax.Array, layer: Any):
+    stack, cfg = scene.params["draft"]["layers"], scene.cfg
+    p = block_params(stack, layer)
+    x, pre = _attention(scene, p, x, pre, layer)
     active = cfg.dspark_num_experts_per_tok
-    y, route = moe.moe(p["ffn"], stack["ffn"]["experts"], layer, h, rows, active, cfg, numerics)
-    return hyper.expand(y, mixed, x, numerics.dtype), mixed.pre, route.experts
+    x, pre, _, route = moe_sublayer(
+        p, stack["ffn"]["experts"], layer, x, pre, scene.rows, active, cfg, scene.numerics
+    )
+    return x, pre, route.experts
 
 
 def hidden_block(

@@ -151,8 +151,8 @@ def table_rows(tokens: jax.Array, pad: jax.Array, constants: HashConstants) -> j
     for order, primes in enumerate(constants.primes, start=1):
         other = _multiply(tokens[:, order], constants.multipliers[order])
         mixed = (mixed[0] ^ other[0], mixed[1] ^ other[1])
-        columns.append(_modulo((mixed[0][:, None], mixed[1][:, None]), np.asarray(primes)))
-    return jnp.concatenate(columns, axis=1) + jnp.asarray(constants.offsets, jnp.int32)
+        columns.append(_modulo((mixed[0][:, None], mixed[1][:, None]), np.asarray([primes])))
+    return jnp.concatenate(columns, axis=1) + jnp.asarray([constants.offsets], jnp.int32)
 
 
 def compress_tokens(tables: Tables, rows: Rows) -> jax.Array:
@@ -186,7 +186,7 @@ def gate(p: Any, keys: jax.Array, streams: jax.Array, cfg: ModelConfig) -> jax.A
     eps = np.float32(cfg.rms_norm_eps)
     scale = lax.rsqrt(nx.mean_square(x) + eps) * lax.rsqrt(nx.mean_square(key) + eps)
     weight = p["q_weight"].astype(jnp.float32) * p["k_weight"].astype(jnp.float32)
-    d = nx.row_sum(nx.pin(x * weight * key)) * scale * np.float32(cfg.hidden_size**-0.5)
+    d = nx.row_sum(nx.pin(x * weight[None] * key)) * scale * np.float32(cfg.hidden_size**-0.5)
     root = jnp.sqrt(jnp.maximum(jnp.abs(d), np.float32(1e-6)))
     return jax.nn.sigmoid(jnp.where(jnp.signbit(d), -root, root))
 

@@ -52,7 +52,8 @@ def split(mixes: jax.Array, p: Any, cfg: ModelConfig) -> Mix:
     parts = (mixes[:, :c], mixes[:, c : 2 * c], mixes[:, 2 * c :])
     bases = (p["base"][:c], p["base"][c : 2 * c], p["base"][2 * c :])
     pre, post, comb = (
-        nx.pin(m * p["scale"][i]) + b for i, (m, b) in enumerate(zip(parts, bases, strict=True))
+        nx.pin(m * p["scale"][i]) + b[None, :]
+        for i, (m, b) in enumerate(zip(parts, bases, strict=True))
     )
     return Mix(
         pre=jax.nn.sigmoid(pre) + np.float32(cfg.hc_eps),
@@ -85,6 +86,14 @@ def collapse(pre: jax.Array, streams: jax.Array, dtype: Any) -> jax.Array:
     terms = [nx.pin(pre[:, i, None] * streams[:, i].astype(jnp.float32))
              for i in range(streams.shape[1])]  # fmt: skip
     return nx.round_to(nx.ordered_sum(terms), dtype)
+
+
+def normed(
+    weight: jax.Array, pre: jax.Array, streams: jax.Array, cfg: ModelConfig, numerics: Numerics
+) -> jax.Array:
+    """The collapsed, normalised input [T, D] of a sub-layer."""
+    u = collapse(pre, streams, numerics.dtype)
+    return nx.rms_norm(u, weight, cfg.rms_norm_eps, numerics.dtype)
 
 
 def expand(y: jax.Array, mixed: Mix, streams: jax.Array, dtype: Any) -> jax.Array:

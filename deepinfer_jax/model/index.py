@@ -139,6 +139,6 @@ def candidate_blocks(score: jax.Array, visible: jax.Array, cfg: ModelConfig) -> 
 
 def members(blocks: jax.Array, size: int) -> jax.Array:
     """Entries of candidate blocks [T, b] -> [T, b * size]; -1 where the block is -1."""
-    offset = jnp.arange(size, dtype=jnp.int32)
-    ids = jnp.where(blocks[..., None] >= 0, blocks[..., None] * size + offset, -1)
+    offset = jnp.arange(size, dtype=jnp.int32)[None, None, :]
+    ids = jnp.where(blocks[:, :, None] >= 0, blocks[:, :, None] * size + offset, -1)
     return ids.reshape(blocks.shape[0], -1)
