@@ -9,7 +9,8 @@ padding, neighbours, or of the program around it. On CPU that needs four rules:
   multiply-add in one program and not in another;
 - roundings to bfloat16 are explicit.
 
-`rows="batched"` trades the promise for plain XLA operations (training runs on accelerators).
+`rows="batched"` trades the promise for plain XLA operations; `rows="dense"` goes further and works on
+whole sequences at once, with masks instead of gathers (training on accelerators).
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ class Numerics:
     quantize_kv           quantized window KV, compressed KV, index keys and queries
     index_rounding        "once": index scores accumulate in float32 and round to bfloat16 once;
                           "reference": the published reference's three roundings
-    rows                  "tiled": the invariant forms; "batched": plain XLA, no promise
+    rows                  "tiled": the invariant forms; "batched": plain XLA, no promise; "dense": the
+                          same, for calls without a cache whose rows are sequences of equal length
     row_tile              rows per dot below `long_rows` rows, and `long_row_tile` from there on
     index_block           index keys scored at once
     """
@@ -49,7 +51,7 @@ class Numerics:
     quantize_activations: bool = True
     quantize_kv: bool = True
     index_rounding: Literal["once", "reference"] = "once"
-    rows: Literal["tiled", "batched"] = "tiled"
+    rows: Literal["tiled", "batched", "dense"] = "tiled"
     row_tile: int = 8
     long_row_tile: int = 32
     long_rows: int = 128
@@ -130,6 +132,11 @@ def ordered_sum(terms: list[jax.Array]) -> jax.Array:
     return functools.reduce(lambda a, b: a + b, terms)
 
 
+def plain_sum(x: jax.Array, axis: int) -> jax.Array:
+    """Sum over one axis in an order of the compiler's choice; for `rows="dense"` only."""
+    return jnp.sum(x, axis=axis)
+
+
 def head_sum(x: jax.Array) -> jax.Array:
     """Sum of float32 [H, N] over the heads, in head order."""
     return lax.reduce(x, np.float32(0), _pinned_add, (0,))
@@ -191,7 +198,7 @@ def _contract(x: jax.Array, w: jax.Array) -> jax.Array:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def dot(x: jax.Array, w: jax.Array, numerics: Numerics) -> jax.Array:
     """x [T, K] times w [N, K] of the same dtype -> float32 [T, N]; rows are independent."""
-    if numerics.rows == "batched":
+    if numerics.rows != "tiled":
         return _contract(x, w)
     return _in_tiles(lambda part: _contract(part, w), x, numerics)
 
@@ -202,6 +209,8 @@ def _dot_forward(x, w, numerics):
 
 def _dot_backward(numerics, saved, g):
     x, w = saved
+    if numerics.rows == "dense":
+        return _einsum_backward("tk,nk->tn", saved, g)
     gx = lax.dot_general(g, w.astype(jnp.float32), (((1,), (0,)), ((), ())))
     gw = lax.dot_general(g, x.astype(jnp.float32), (((0,), (0,)), ((), ())))
     return gx.astype(x.dtype), gw.astype(w.dtype)
@@ -222,7 +231,7 @@ def _contract_groups(x: jax.Array, w: jax.Array) -> jax.Array:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def group_dot(x: jax.Array, w: jax.Array, numerics: Numerics) -> jax.Array:
     """x [T, G, K] times w [G, N, K], group by group -> float32 [T, G, N]; rows are independent."""
-    if numerics.rows == "batched":
+    if numerics.rows != "tiled":
         return _contract_groups(x, w)
     return _in_tiles(lambda part: _contract_groups(part, w), x, numerics)
 
@@ -232,11 +241,45 @@ def _group_dot_forward(x, w, numerics):
 
 
 def _group_dot_backward(numerics, saved, g):
+    if numerics.rows == "dense":
+        return _einsum_backward("tgk,gnk->tgn", saved, g)
     _, pull = jax.vjp(_contract_groups, *saved)
     return pull(g)
 
 
 group_dot.defvjp(_group_dot_forward, _group_dot_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def einsum(spec: str, x: jax.Array, w: jax.Array) -> jax.Array:
+    """Product of two arrays of one dtype, accumulated in float32; for `rows="dense"` only.
+
+    The backward pass rounds the incoming gradient to the operands' dtype, as training in bfloat16 does.
+    """
+    return _einsum(spec, x, w)
+
+
+def _einsum(spec: str, x: jax.Array, w: jax.Array) -> jax.Array:
+    return jnp.einsum(
+        spec, x, w, precision=_precision(x), preferred_element_type=jnp.float32
+    )  # fmt: skip
+
+
+def _einsum_forward(spec, x, w):
+    return _einsum(spec, x, w), (x, w)
+
+
+def _einsum_backward(spec, saved, g):
+    x, w = saved
+    operands, out = spec.split("->")
+    left, right = operands.split(",")
+    g = g.astype(x.dtype)
+    gx = _einsum(f"{out},{right}->{left}", g, w)
+    gw = _einsum(f"{out},{left}->{right}", g, x)
+    return gx.astype(x.dtype), gw.astype(w.dtype)
+
+
+einsum.defvjp(_einsum_forward, _einsum_backward)
 
 
 def map_rows(f: Callable, rows: Any, shared: Any, numerics: Numerics) -> Any:
@@ -245,7 +288,7 @@ def map_rows(f: Callable, rows: Any, shared: Any, numerics: Numerics) -> Any:
     Tiled: one row after another through one compiled body. Batched: `vmap`. Gradients always take the
     batched form, since only the forward pass owes its bits to anyone.
     """
-    if numerics.rows == "batched":
+    if numerics.rows != "tiled":
         return jax.vmap(f, in_axes=(0, None))(rows, shared)
     return _map_in_order(f, rows, shared)
 
@@ -304,7 +347,7 @@ def map_experts(
     many rows its expert has nor which. No capacity, nothing is dropped. Returns [M, ...] in row order.
     """
     m = ids.shape[0]
-    if numerics.rows == "batched":
+    if numerics.rows != "tiled":
         tile = 128 if m >= 4096 else 16
     else:
         tile = numerics.row_tile if m < 4 * numerics.long_rows else numerics.long_row_tile
@@ -316,7 +359,7 @@ def map_experts(
         return out.reshape(n, tile, *x.shape[1:])
 
     parts = jax.tree.map(spread, rows)
-    if numerics.rows == "batched":
+    if numerics.rows != "tiled":
         y = jax.vmap(f, in_axes=(0, 0, None))(parts, tiles.expert, shared)
     else:
         y = _map_tiles(f, parts, tiles.expert, tiles.used, shared)

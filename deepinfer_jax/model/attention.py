@@ -17,7 +17,7 @@ from deepinfer_jax import numerics as nx
 from deepinfer_jax import quant
 from deepinfer_jax.cache import Codec, ring_targets
 from deepinfer_jax.config import ModelConfig
-from deepinfer_jax.model import rope
+from deepinfer_jax.model import rope, sequences
 from deepinfer_jax.numerics import Numerics
 from deepinfer_jax.rows import Rows, Spans, row_of
 from deepinfer_jax.tables import Rotation
@@ -133,13 +133,14 @@ def read_entries(
 
 @dataclasses.dataclass(frozen=True)
 class Reach:
-    """Static facts of one layer's attention: window width, ratio m, codecs, scale."""
+    """Static facts of one layer's attention: window width, ratio m, codecs, scale, most rows of a slot."""
 
     window: int
     ratio: int
     window_codec: Codec
     main_codec: Codec
     scale: float
+    length: int = 0
 
 
 def _attend_row(row: Any, shared: Any, reach: Reach) -> jax.Array:
@@ -168,7 +169,21 @@ def attend(
     selected [T, S] entry ids ascending, -1 padded; floor [T]: the first window position a row may see
     (a position beyond the row's own leaves its window empty, as padding rows need).
     """
+    if numerics.rows == "dense":
+        return _attend_sequences(q, new, entries, selected, floor, sink, reach)
     slot = jnp.maximum(rows.slots, 0)
     each = (q, slot, rows.positions, floor, selected)
     f = functools.partial(_attend_row, reach=reach)
     return nx.map_rows(f, each, (new, ring, entries, spans, sink), numerics)
+
+
+def _attend_sequences(
+    q: jax.Array, new: jax.Array, entries: Entries | None, selected: jax.Array, floor: jax.Array,
+    sink: jax.Array, reach: Reach,
+) -> jax.Array:  # fmt: skip
+    far, mask = None, None
+    if entries is not None:
+        far = sequences.entries_of(entries.data, reach.length, reach.ratio)
+        mask = sequences.selected_mask(selected, far.shape[1])
+    keys = sequences.make_keys(new, far, mask, floor, reach.length, reach.window)
+    return sequences.attend(q, keys, sink, reach.scale)[0]

@@ -113,11 +113,6 @@ def _angle(call: Call, kind: LayerKind) -> Rotation:
     return call.yarn if kind.ratio else call.base
 
 
-def _normed(call: Call, weight: jax.Array, pre: jax.Array, x: jax.Array) -> jax.Array:
-    u = hyper.collapse(pre, x, call.numerics.dtype)
-    return nx.rms_norm(u, weight, call.cfg.rms_norm_eps, call.numerics.dtype)
-
-
 # -- entering a block ------------------------------------------------------------------------------
 
 
@@ -151,7 +146,8 @@ def engram_rows(call: Call, ordinal: int) -> jax.Array:
 def _publish(call: Call, kind: LayerKind, layer: Any, s: Stream) -> Stream:
     """Make this source's new entries from the block's attention input and store them."""
     cfg, numerics, rows = call.cfg, call.numerics, call.rows
-    x = _normed(call, at_layer(call.params["layers"]["attn_norm"], layer), s.pre, s.x)
+    norm = at_layer(call.params["layers"]["attn_norm"], layer)
+    x = hyper.normed(norm, s.pre, s.x, cfg, numerics)
     places = ordinals(cfg)
     source = _ordinal(places.source, layer)
     p = {name: at_layer(call.params["compressor"][name], source) for name in ("wkv", "norm")}
@@ -234,7 +230,10 @@ def _select(
     else:
         ids = jnp.arange(count, dtype=jnp.int32)
     query = lax.stop_gradient(query)
-    score = index.scores(query, keys, ids, call.rows, call.spans, field, numerics)
+    if numerics.rows == "dense":
+        score = index.scores_of_sequences(query, keys, ids, call.rows, field, call.length, numerics)
+    else:
+        score = index.scores(query, keys, ids, call.rows, call.spans, field, numerics)
     s = dataclasses.replace(s, selected=index.select(score, ids, cfg.index_topk))
     if kind.candidate_source:
         visible = index.visible_entries(call.rows.positions, kind.ratio)
@@ -249,7 +248,7 @@ def attention_part(
     cfg, numerics = call.cfg, call.numerics
     angle = _angle(call, kind)
     mixed = hyper.mix(p["hc_attn"], s.x, cfg, numerics)
-    x = _normed(call, p["attn_norm"], s.pre, s.x)
+    x = hyper.normed(p["attn_norm"], s.pre, s.x, cfg, numerics)
     q = attention.query(p["attn"], x, angle, cfg, numerics)
     k = attention.window_kv(p["attn"], x, angle, cfg, numerics)
     entries = None
@@ -273,7 +272,7 @@ def _sparse_attention(
     window = caches.window_codec(cfg, numerics)
     reach = Reach(
         cfg.sliding_window, kind.ratio, window, caches.main_codec(cfg, numerics),
-        cfg.head_dim**-0.5,
+        cfg.head_dim**-0.5, call.length,
     )  # fmt: skip
     floor = call.decoder_floor if kind.decoder else call.floor
     ring = None if cache is None else Ring(cache.window, layer)
@@ -292,21 +291,32 @@ def _sparse_attention(
 # -- mixture of experts ----------------------------------------------------------------------------
 
 
+def moe_sublayer(
+    p: Any, stacks: Any, layer: Any, x: jax.Array, pre: jax.Array, rows: Rows, active: int,
+    cfg: ModelConfig, numerics: Numerics,
+) -> tuple[jax.Array, jax.Array, jax.Array, moe.Route]:  # fmt: skip
+    """The MoE sub-layer of any block, backbone or draft, on streams x [T, C, D].
+
+    Returns (streams, collapse weights of the next sub-layer, the sub-layer's output [T, D], routing).
+    """
+    mixed = hyper.mix(p["hc_ffn"], x, cfg, numerics)
+    h = hyper.normed(p["ffn_norm"], pre, x, cfg, numerics)
+    y, route = moe.moe(p["ffn"], stacks, layer, h, rows, active, cfg, numerics)
+    return hyper.expand(y, mixed, x, numerics.dtype), mixed.pre, y, route
+
+
 def moe_part(call: Call, layer: Any, p: Any, s: Stream) -> tuple[Stream, jax.Array, moe.Route]:
     """The MoE sub-layer; returns the stream, the sub-layer's output [T, D] and the routing."""
-    cfg, numerics = call.cfg, call.numerics
-    mixed = hyper.mix(p["hc_ffn"], s.x, cfg, numerics)
-    x = _normed(call, p["ffn_norm"], s.pre, s.x)
     stacks = call.params["layers"]["ffn"]["experts"]
-    y, route = moe.moe(
-        p["ffn"], stacks, layer, x, call.rows, cfg.num_experts_per_tok, cfg, numerics
-    )
+    x, pre, y, route = moe_sublayer(
+        p, stacks, layer, s.x, s.pre, call.rows, call.cfg.num_experts_per_tok, call.cfg,
+        call.numerics,
+    )  # fmt: skip
     if call.origin is None:
         routed = s.routed.at[layer].set(route.experts)
     else:
         routed = s.routed.at[layer, call.origin].set(route.experts, mode="drop")
-    x = hyper.expand(y, mixed, s.x, numerics.dtype)
-    return dataclasses.replace(s, x=x, pre=mixed.pre, routed=routed), y, route
+    return dataclasses.replace(s, x=x, pre=pre, routed=routed), y, route
 
 
 def block(call: Call, kind: LayerKind, layer: Any, s: Stream) -> tuple[Stream, Record]:

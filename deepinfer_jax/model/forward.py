@@ -19,7 +19,7 @@ from deepinfer_jax import numerics as nx
 from deepinfer_jax.cache import Cache
 from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.model import block as blocks
-from deepinfer_jax.model import engram, hyper, index, rope
+from deepinfer_jax.model import engram, hyper, index, rope, sequences
 from deepinfer_jax.model.block import Call, Stream
 from deepinfer_jax.model.program import Unit, program
 from deepinfer_jax.numerics import Numerics
@@ -88,6 +88,7 @@ def make_call(
 
     decoder_from [T]: first window position of decoder layers (replay), or None for all.
     """
+    _check_dense(rows, cache, cfg, numerics, length)
     slots = rows.slots.shape[0] if cache is None else cache.slots
     spans = spans_of(rows, slots)
     compressed = engram.compress_tokens(tables, rows)
@@ -114,6 +115,17 @@ def make_call(
         numerics=numerics,
     )
     return call, cache
+
+
+def _check_dense(
+    rows: Rows, cache: Cache | None, cfg: ModelConfig, numerics: Numerics, length: int | None
+) -> None:
+    if numerics.rows != "dense":
+        return
+    if cache is not None:
+        raise ValueError('rows="dense" keeps no cache: use rows="tiled" or "batched" with one')
+    count = rows.slots.shape[0]
+    sequences.check_rows(count, length or count, cfg.sliding_window, cfg.ratios)
 
 
 def first_stream(call: Call, cache: Cache | None) -> Stream:

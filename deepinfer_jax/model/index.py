@@ -19,7 +19,7 @@ from deepinfer_jax import numerics as nx
 from deepinfer_jax import quant
 from deepinfer_jax.cache import Codec
 from deepinfer_jax.config import ModelConfig
-from deepinfer_jax.model import rope
+from deepinfer_jax.model import rope, sequences
 from deepinfer_jax.model.attention import Entries, read_entries
 from deepinfer_jax.numerics import Numerics
 from deepinfer_jax.rows import Rows, Spans
@@ -96,6 +96,22 @@ def scores(
     return nx.map_rows(f, each, (entries, spans), numerics)
 
 
+def scores_of_sequences(
+    query: IndexQuery, entries: Entries, ids: jax.Array, rows: Rows, field: Field, length: int,
+    numerics: Numerics,
+) -> jax.Array:  # fmt: skip
+    """`scores` for rows that are whole sequences of `length` tokens (`rows="dense"`)."""
+    keys = sequences.entries_of(entries.data, length, field.ratio)
+    score = sequences.index_scores(query, keys, length, numerics)
+    seen = sequences.visible_mask(rows, keys.shape[1], field.ratio)
+    score = jnp.where(seen, score, -jnp.inf)
+    if ids.ndim == 1:
+        return score[:, : ids.shape[0]]
+    inside = (ids >= 0) & (ids < keys.shape[1])
+    picked = jnp.take_along_axis(score, jnp.where(inside, ids, 0), axis=1)
+    return jnp.where(inside, picked, -jnp.inf)
+
+
 def _ascending(ids: jax.Array, keep: jax.Array) -> jax.Array:
     """Kept ids ascending, then -1."""
     ordered = jnp.sort(jnp.where(keep, ids, _LAST), axis=-1)
@@ -108,8 +124,11 @@ def select(score: jax.Array, ids: jax.Array, k: int) -> jax.Array:
     `ids` ascend along n, so that the lower column of a tie is the lower position.
     """
     width = min(k, score.shape[1])
-    best, column = nx.top_k(score, width)
     ids = jnp.broadcast_to(ids, score.shape)
+    if width == score.shape[1]:  # nothing to choose
+        picked = _ascending(ids, score > -jnp.inf)
+        return jnp.pad(picked, ((0, 0), (0, k - width)), constant_values=-1)
+    best, column = nx.top_k(score, width)
     picked = _ascending(jnp.take_along_axis(ids, column, axis=1), best > -jnp.inf)
     return jnp.pad(picked, ((0, 0), (0, k - width)), constant_values=-1)
 

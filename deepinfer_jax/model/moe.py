@@ -92,6 +92,8 @@ def routed_experts(
 
     stacks: w1, w2, w3 as [layers, E, ...]; the weight multiplies before the down projection.
     """
+    if numerics.rows == "dense":
+        return _all_experts(stacks, layer, x, routed, cfg, numerics)
     t, k = routed.experts.shape
     order = jnp.argsort(routed.experts, axis=1)
     experts = jnp.take_along_axis(routed.experts, order, axis=1)
@@ -102,6 +104,25 @@ def routed_experts(
     y = nx.map_experts(tile, rows, experts.reshape(-1), (stacks, layer), first.shape[1], numerics)
     y = y.reshape(t, k, -1).astype(jnp.float32)
     return nx.ordered_sum([y[:, i] for i in range(k)])
+
+
+def _all_experts(
+    stacks: Any, layer: Any, x: jax.Array, routed: Route, cfg: ModelConfig, numerics: Numerics
+) -> jax.Array:
+    """`routed_experts` as one wide layer: every expert on every row, weight zero where not chosen."""
+    pick = functools.partial(jax.tree.map, lambda a: a[layer])
+    w1, w2, w3 = (
+        nx.float_weight(pick(stacks[name]), numerics.dtype) for name in ("w1", "w2", "w3")
+    )
+    experts, width, d = w1.shape
+    number = jnp.arange(experts, dtype=jnp.int32)
+    chosen = jnp.where(routed.experts[..., None] == number, routed.weights[..., None], 0)
+    weight = nx.ordered_sum([chosen[:, i] for i in range(chosen.shape[1])])
+    gate = nx.linear(x, w1.reshape(-1, d), numerics, cfg.quantized)
+    up = nx.linear(x, w3.reshape(-1, d), numerics, cfg.quantized)
+    t = jnp.repeat(weight, width, axis=1) * _activate(up, gate, cfg.swiglu_limit)
+    down = w2.transpose(1, 0, 2).reshape(d, -1)
+    return nx.linear_f32(nx.round_to(t, numerics.dtype), down, numerics, cfg.quantized)
 
 
 def moe(
