@@ -20,6 +20,7 @@ from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.params import Params
 
 _ITEM = "params"
+_SHARED_SLICE = 16 << 20
 
 
 def save_orbax(params: Params, cfg: ModelConfig, folder: str | Path) -> None:
@@ -39,9 +40,9 @@ def save_orbax(params: Params, cfg: ModelConfig, folder: str | Path) -> None:
         raise FileExistsError(f"{folder} already holds {_ITEM}: choose an empty folder")
     folder.mkdir(parents=True, exist_ok=True)
     # Orbax refuses arrays without elements (a model without compressors has some).
-    leaves = {path: leaf for path, leaf in parameters.by_path(params).items() if leaf.size}
-    with orbax.StandardCheckpointer() as checkpointer:
-        checkpointer.save(folder / _ITEM, leaves)
+    leaves = {p: jnp.asarray(v) for p, v in parameters.by_path(params).items() if v.size}
+    with _checkpointer(orbax) as checkpointer:
+        checkpointer.save(folder / _ITEM, orbax.args.PyTreeSave(leaves))
     if jax.process_index() == 0:
         text = json.dumps(cfg.to_dict(), indent=1, ensure_ascii=False)
         (folder / "config.json").write_text(text + "\n", encoding="utf-8")
@@ -77,17 +78,28 @@ def restore_orbax(
         )
     }
     present = {path: leaf for path, leaf in wanted.items() if leaf.size}
-    with orbax.StandardCheckpointer() as checkpointer:
+    with _checkpointer(orbax) as checkpointer:
         saved = checkpointer.metadata(folder / _ITEM).item_metadata.tree
         different = parameters.leaf_differences(saved, present)
         if different:
             raise ValueError(f"{folder} does not fit the configuration: {some(different, '; ')}")
-        restored = checkpointer.restore(folder / _ITEM, present)
+        how = orbax.checkpoint_utils.construct_restore_args(present)
+        restored = checkpointer.restore(
+            folder / _ITEM, orbax.args.PyTreeRestore(present, restore_args=how)
+        )
     leaves = [
         restored[path] if leaf.size else jnp.zeros(leaf.shape, leaf.dtype)
         for path, leaf in wanted.items()
     ]
     return jax.tree.unflatten(structure, leaves)
+
+
+def _checkpointer(orbax: Any) -> Any:
+    """Replicas share the writing of large arrays only: each shape shared costs a compilation."""
+    handlers = orbax.type_handlers
+    arrays = handlers.ArrayHandler(min_slice_bytes_for_replica_parallel=_SHARED_SLICE)
+    registry = handlers.create_type_handler_registry((jax.Array, arrays))
+    return orbax.Checkpointer(orbax.PyTreeCheckpointHandler(type_handler_registry=registry))
 
 
 def _orbax() -> Any:
