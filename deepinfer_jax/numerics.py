@@ -137,9 +137,15 @@ def plain_sum(x: jax.Array, axis: int) -> jax.Array:
     return jnp.sum(x, axis=axis)
 
 
-def head_sum(x: jax.Array) -> jax.Array:
-    """Sum of float32 [H, N] over the heads, in head order."""
-    return lax.reduce(x, np.float32(0), _pinned_add, (0,))
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def axis_sum(x: jax.Array, axis: int) -> jax.Array:
+    """Sum of float32 over one short axis, in index order; pin inexact products before."""
+    return lax.reduce(x, np.float32(0), _pinned_add, (axis,))
+
+
+@axis_sum.defjvp
+def _axis_sum_jvp(axis, primals, tangents):
+    return axis_sum(primals[0], axis), jnp.sum(tangents[0], axis=axis)
 
 
 def mean_square(x: jax.Array) -> jax.Array:
@@ -260,9 +266,15 @@ def einsum(spec: str, x: jax.Array, w: jax.Array) -> jax.Array:
 
 
 def _einsum(spec: str, x: jax.Array, w: jax.Array) -> jax.Array:
-    return jnp.einsum(
-        spec, x, w, precision=_precision(x), preferred_element_type=jnp.float32
-    )  # fmt: skip
+    def product(x, w):
+        return jnp.einsum(
+            spec, x, w, precision=_precision(x), preferred_element_type=jnp.float32
+        )  # fmt: skip
+
+    def widened(x, w):  # XLA:CPU has no batched bfloat16 product with a float32 result
+        return product(x.astype(jnp.float32), w.astype(jnp.float32))
+
+    return lax.platform_dependent(x, w, cpu=widened, default=product)
 
 
 def _einsum_forward(spec, x, w):
@@ -445,13 +457,13 @@ def index_scores(
     s = _contract(q, keys)
     weight = head_weight.astype(jnp.float32)[:, None]
     if numerics.dtype == "float32":
-        return head_sum(pin(jnp.maximum(s, 0) * weight))
+        return axis_sum(pin(jnp.maximum(s, 0) * weight), 0)
     if numerics.index_rounding == "reference":
         s = round_to(s, jnp.bfloat16).astype(jnp.float32)
         term = round_to(jnp.maximum(s, 0) * weight, jnp.bfloat16).astype(jnp.float32)
     else:
         term = pin(jnp.maximum(s, 0) * weight)
-    return round_to(head_sum(term), jnp.bfloat16).astype(jnp.float32)
+    return round_to(axis_sum(term, 0), jnp.bfloat16).astype(jnp.float32)
 
 
 def top_k(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:

@@ -22,6 +22,7 @@ MAIN_KV_GROUP = 16  # columns that share one e4m3 scale in the compressed main K
 
 _E4M3_MAX = 448.0
 _E2M1_MAX = 6.0
+_DOUBLED_E2M1 = 0xC8643210  # twice the magnitude of e2m1 code c, in bits 4c .. 4c+3
 
 
 @functools.partial(
@@ -59,11 +60,8 @@ def decode_e4m3(code: jax.Array) -> jax.Array:
 def decode_e2m1(nibble: jax.Array) -> jax.Array:
     """Integers 0..15 (bit 3 sign, bits 0-2 of {0,.5,1,1.5,2,3,4,6}) -> float32."""
     code = nibble.astype(jnp.uint32)
-    low = code & 7
-    normal = (((low >> 1) + 126) << 23) | ((low & 1) << 22)
-    half = jnp.uint32(126 << 23)
-    magnitude = jnp.where(low >= 2, normal, jnp.where(low == 1, half, jnp.uint32(0)))
-    return lax.bitcast_convert_type(magnitude | ((code >> 3) << 31), jnp.float32)
+    doubled = (np.uint32(_DOUBLED_E2M1) >> ((code & 7) << 2)) & 15
+    return doubled.astype(jnp.float32) * jnp.where(code >= 8, np.float32(-0.5), np.float32(0.5))
 
 
 def unpack_nibbles(packed: jax.Array) -> jax.Array:
@@ -102,10 +100,9 @@ def dequantize(weight: Quantized, dtype: Any = jnp.bfloat16) -> jax.Array:
 
 
 def pow2ceil(a: jax.Array) -> jax.Array:
-    """Smallest power of two >= a, for positive normal float32, from its bits (model spec 6.1)."""
+    """Smallest power of two >= a, for positive normal float32, computed on bits (model spec 6.1)."""
     bits = lax.bitcast_convert_type(a.astype(jnp.float32), jnp.uint32)
-    exponent = (bits >> 23) + ((bits & 0x7FFFFF) != 0).astype(jnp.uint32)
-    return lax.bitcast_convert_type(exponent << 23, jnp.float32)
+    return lax.bitcast_convert_type((bits + 0x7FFFFF) & np.uint32(0xFF800000), jnp.float32)
 
 
 def encode_e8m0(scale: jax.Array) -> jax.Array:
@@ -118,13 +115,27 @@ def encode_e4m3(value: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(value.astype(jnp.float8_e4m3fn), jnp.uint8)
 
 
+def _round_e4m3(value: jax.Array) -> jax.Array:
+    """float32 inside [-448, 448] -> the nearest e4m3 value, ties to even, as float32."""
+    fine = jnp.abs(value) < np.float32(2.0**-6)
+    normal = lax.reduce_precision(value, exponent_bits=8, mantissa_bits=3)
+    return jnp.where(fine, jnp.round(value * 512) * np.float32(1 / 512), normal)
+
+
+def _round_e2m1(value: jax.Array) -> jax.Array:
+    """float32 inside [-6, 6] -> the nearest e2m1 value, ties to the even code, as float32 (6.3)."""
+    fine = jnp.abs(value) < 1
+    normal = lax.reduce_precision(value, exponent_bits=8, mantissa_bits=1)
+    return jnp.where(fine, jnp.round(value * 2) * np.float32(0.5), normal)
+
+
 def encode_e2m1(value: jax.Array) -> jax.Array:
-    """float32 inside [-6, 6] -> nibbles; ties go to the even code, -0 stays -0 (model spec 6.3)."""
-    m = jnp.abs(value)
-    steps = (m > 0.25, m >= 0.75, m > 1.25, m >= 1.75, m > 2.5, m >= 3.5, m > 5.0)
-    code = functools.reduce(lambda a, b: a + b, [s.astype(jnp.uint8) for s in steps])
-    sign = lax.bitcast_convert_type(value, jnp.uint32) >> 31
-    return code | (sign.astype(jnp.uint8) << 3)
+    """float32 inside [-6, 6] -> nibbles; ties go to the even code, the sign of zero is kept (6.3)."""
+    bits = lax.bitcast_convert_type(_round_e2m1(value), jnp.uint32)
+    # Exponent and first mantissa bit count the codes from 1.0 (code 2) on; 0.5 is code 1.
+    steps = (bits & np.uint32(0x7FFFFFFF)) >> 22
+    code = jnp.where(steps >= 254, steps - 252, (steps > 0).astype(jnp.uint32))
+    return (code | ((bits >> 31) << 3)).astype(jnp.uint8)
 
 
 def _groups(x: jax.Array, group: int) -> jax.Array:
@@ -157,7 +168,7 @@ def _fp4_e8m0(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 def _fp4_e4m3(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     g = _groups(x, MAIN_KV_GROUP)
     amax = jnp.maximum(jnp.max(jnp.abs(g), axis=-1), np.float32(6 * 2.0**-9))
-    scale = decode_e4m3(encode_e4m3(jnp.minimum(amax / np.float32(6), np.float32(_E4M3_MAX))))
+    scale = _round_e4m3(jnp.minimum(amax / np.float32(6), np.float32(_E4M3_MAX)))
     return _scaled(g, scale, _E2M1_MAX), scale
 
 
@@ -179,21 +190,21 @@ def qdq_fp8(x: jax.Array) -> jax.Array:
     x [..., K] any float dtype -> same shape and dtype, values exact in bfloat16.
     """
     value, scale = _fp8(x)
-    return _flat(decode_e4m3(encode_e4m3(value)) * scale[..., None]).astype(x.dtype)
+    return _flat(_round_e4m3(value) * scale[..., None]).astype(x.dtype)
 
 
 @_straight_through
 def qdq_index(x: jax.Array) -> jax.Array:
     """FP4 by 32 with power-of-two scales, for index queries, keys (`q4_e8m0`, model spec 6.3)."""
     value, scale = _fp4_e8m0(x)
-    return _flat(decode_e2m1(encode_e2m1(value)) * scale[..., None]).astype(x.dtype)
+    return _flat(_round_e2m1(value) * scale[..., None]).astype(x.dtype)
 
 
 @_straight_through
 def qdq_main(x: jax.Array) -> jax.Array:
     """FP4 by 16 with e4m3 scales, for the compressed main KV (`q4_e4m3`, model spec 6.3)."""
     value, scale = _fp4_e4m3(x)
-    return _flat(decode_e2m1(encode_e2m1(value)) * scale[..., None]).astype(x.dtype)
+    return _flat(_round_e2m1(value) * scale[..., None]).astype(x.dtype)
 
 
 # -- packed cache rows -----------------------------------------------------------------------------

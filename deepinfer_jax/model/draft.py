@@ -20,7 +20,7 @@ from jax import lax
 from deepinfer_jax import cache as caches
 from deepinfer_jax import numerics as nx
 from deepinfer_jax import rows as row_sets
-from deepinfer_jax.cache import Cache
+from deepinfer_jax.cache import Cache, Codec
 from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.model import attention, head, hyper, rope
 from deepinfer_jax.model.attention import Ring
@@ -113,6 +113,22 @@ def _attend_row(row: Any, shared: Any, size: int, codec: Any, cfg: ModelConfig) 
     return nx.attend(q, keys, mask, sink, cfg.head_dim**-0.5)
 
 
+def _attend_blocks(
+    q: jax.Array, new: jax.Array, sink: jax.Array, scene: _Scene, layer: Any
+) -> jax.Array:
+    """`_attend_row` for all rows, block by block (`rows="dense"`): q [B * N, H, Hd]."""
+    cfg, size, rows = scene.cfg, scene.size, scene.rows
+    anchor, slot = scene.anchors[::size], jnp.maximum(rows.slots[::size], 0)
+    wanted = anchor[:, None] - cfg.sliding_window + jnp.arange(cfg.sliding_window, dtype=jnp.int32)
+    place = jnp.maximum(wanted, 0) % scene.ring.shape[2]
+    old = scene.codec.load(scene.ring[layer, slot[:, None], place], new.dtype)
+    keys = jnp.concatenate([old, new.reshape(-1, size, new.shape[-1])], axis=1)
+    inside = jnp.ones((anchor.shape[0], size), bool)
+    mask = jnp.concatenate([wanted >= 0, inside], axis=1) & rows.real[::size, None]
+    blocks = q.reshape(-1, size, *q.shape[1:])
+    return sequences.attend_blocks(blocks, keys, mask, sink, cfg.head_dim**-0.5).reshape(q.shape)
+
+
 @dataclasses.dataclass(frozen=True)
 class _Scene:
     """What the draft blocks of one pass share."""
@@ -122,6 +138,7 @@ class _Scene:
     angle: Rotation
     anchors: jax.Array
     ring: jax.Array
+    codec: Codec
     size: int
     cfg: ModelConfig
     numerics: Numerics
@@ -134,12 +151,14 @@ def _attention(scene: _Scene, p: Any, x: jax.Array, pre: jax.Array, layer: Any):
     h = hyper.normed(p["attn_norm"], pre, x, cfg, numerics)
     q = attention.query(p["attn"], h, scene.angle, cfg, numerics).heads
     k = attention.window_kv(p["attn"], h, scene.angle, cfg, numerics)
-    number = jnp.arange(rows.slots.shape[0], dtype=jnp.int32)
-    each = (q, number, jnp.maximum(rows.slots, 0), scene.anchors, rows.real)
-    codec = caches.window_codec(cfg, numerics)
-    f = functools.partial(_attend_row, size=scene.size, codec=codec, cfg=cfg)
     sink = p["attn"]["attn_sink"].astype(jnp.float32)
-    o = nx.map_rows(f, each, (k, scene.ring, layer, sink), numerics)
+    if numerics.rows == "dense":
+        o = _attend_blocks(q, k, sink, scene, layer)
+    else:
+        number = jnp.arange(rows.slots.shape[0], dtype=jnp.int32)
+        each = (q, number, jnp.maximum(rows.slots, 0), scene.anchors, rows.real)
+        f = functools.partial(_attend_row, size=scene.size, codec=scene.codec, cfg=cfg)
+        o = nx.map_rows(f, each, (k, scene.ring, layer, sink), numerics)
     y = attention.output(p["attn"], o, scene.angle, cfg, numerics)
     return hyper.expand(y, mixed, x, numerics.dtype), mixed.pre
 
@@ -164,13 +183,28 @@ def hidden_block(
     slots [B] (-1: padding), positions [B] of the anchors, anchors [B] token ids; the context before
     each anchor stands in `cache.draft`.
     """
+    codec = caches.window_codec(cfg, numerics)
+    return run_blocks(
+        params, tables, cache.draft, codec, slots, positions, anchors, size, cfg, numerics
+    )
+
+
+def run_blocks(
+    params: Any, tables: Tables, ring: jax.Array, codec: Codec, slots: jax.Array,
+    positions: jax.Array, anchors: jax.Array, size: int, cfg: ModelConfig, numerics: Numerics,
+) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
+    """`hidden_block` with the context given as a ring [M, B, R, w] that `codec` reads.
+
+    Training passes the context of whole sequences as plain floats, so that it has gradients.
+    """
     rows = _block_rows(slots, positions, anchors, size, cfg)
     scene = _Scene(
         params=params,
         rows=rows,
         angle=rope.at(tables.base, rows.positions),
         anchors=jnp.repeat(positions, size),
-        ring=cache.draft,
+        ring=ring,
+        codec=codec,
         size=size,
         cfg=cfg,
         numerics=numerics,

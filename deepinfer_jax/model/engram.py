@@ -93,28 +93,29 @@ def _multipliers(cfg: ModelConfig, layer: int) -> tuple[int, ...]:
 Wide = tuple[jax.Array, jax.Array]  # (high, low) uint32 words
 
 
-def _multiply(token: jax.Array, multiplier: int) -> Wide:
-    """Exact product of ids below 2^17 and a 63-bit constant."""
-    token = token.astype(jnp.uint32)
-    high, low = jnp.zeros_like(token), jnp.zeros_like(token)
-    shift = 0
-    while multiplier >> shift:
-        part = token * jnp.uint32((multiplier >> shift) & ((1 << _LIMB) - 1))
+def _products(tokens: jax.Array, multipliers: tuple[int, ...]) -> Wide:
+    """Exact products of ids below 2^17, [T, n], with n constants below 2^63."""
+    shifts = range(0, 63, _LIMB)
+    mask = (1 << _LIMB) - 1
+    high = low = jnp.zeros_like(tokens, jnp.uint32)
+    for shift in shifts:
+        limb = np.array([(m >> shift) & mask for m in multipliers], np.uint32)
+        part = tokens.astype(jnp.uint32) * limb[None, :]
         if shift < 32:
             add_low = part << shift
-            add_high = part >> (32 - shift) if shift else jnp.zeros_like(part)
+            low = low + add_low
+            high = high + (low < add_low).astype(jnp.uint32)
+            if shift:
+                high = high + (part >> (32 - shift))
         else:
-            add_low, add_high = jnp.zeros_like(part), part << (shift - 32)
-        low = low + add_low
-        high = high + add_high + (low < add_low).astype(jnp.uint32)
-        shift += _LIMB
+            high = high + (part << (shift - 32))
     return high, low
 
 
-def _modulo(value: Wide, prime: np.ndarray) -> jax.Array:
-    """value [...] mod primes [...] below 2^24, byte by byte from the top."""
-    divisor = jnp.asarray(prime, jnp.uint32)
-    rest = jnp.zeros(jnp.broadcast_shapes(value[0].shape, divisor.shape), jnp.uint32)
+def _modulo(value: Wide, primes: np.ndarray) -> jax.Array:
+    """value [T, n, 1] mod primes [n, h] below 2^24, byte by byte from the top: int32 [T, n, h]."""
+    divisor = primes.astype(np.uint32)[None]
+    rest = jnp.zeros((value[0].shape[0], *primes.shape), jnp.uint32)
     for word in value:
         for shift in (24, 16, 8, 0):
             rest = (rest * 256 + ((word >> shift) & 255)) % divisor
@@ -145,14 +146,13 @@ def lookback(
 
 def table_rows(tokens: jax.Array, pad: jax.Array, constants: HashConstants) -> jax.Array:
     """Table rows [T, orders * heads] of look-backs [T, max_ngram]; -1 tokens hash as `pad`."""
-    tokens = jnp.where(tokens < 0, pad, tokens)
-    mixed = _multiply(tokens[:, 0], constants.multipliers[0])
-    columns = []
-    for order, primes in enumerate(constants.primes, start=1):
-        other = _multiply(tokens[:, order], constants.multipliers[order])
-        mixed = (mixed[0] ^ other[0], mixed[1] ^ other[1])
-        columns.append(_modulo((mixed[0][:, None], mixed[1][:, None]), np.asarray([primes])))
-    return jnp.concatenate(columns, axis=1) + jnp.asarray([constants.offsets], jnp.int32)
+    high, low = _products(jnp.where(tokens < 0, pad, tokens), constants.multipliers)
+    mixed = [(high[:, 0], low[:, 0])]
+    for order in range(1, tokens.shape[1]):
+        mixed.append((mixed[-1][0] ^ high[:, order], mixed[-1][1] ^ low[:, order]))
+    words = [jnp.stack(word, axis=1)[..., None] for word in zip(*mixed[1:], strict=True)]
+    columns = _modulo((words[0], words[1]), np.array(constants.primes))
+    return columns.reshape(tokens.shape[0], -1) + jnp.asarray(constants.offsets, jnp.int32)[None, :]
 
 
 def compress_tokens(tables: Tables, rows: Rows) -> jax.Array:

@@ -62,30 +62,27 @@ def split(mixes: jax.Array, p: Any, cfg: ModelConfig) -> Mix:
     )
 
 
-def _sum_over(m: jax.Array, axis: int) -> jax.Array:
-    parts = [lax.index_in_dim(m, i, axis) for i in range(m.shape[axis])]
-    return nx.ordered_sum(parts)
-
-
 def _sinkhorn(m: jax.Array, cfg: ModelConfig) -> jax.Array:
     """Rows [source, dest]: softmax over dest, then alternate normalisations, ending over source."""
     eps = np.float32(cfg.hc_eps)
+
+    def total(m: jax.Array, axis: int) -> jax.Array:
+        return jnp.expand_dims(nx.axis_sum(m, axis), axis)
+
     m = jnp.exp(m - lax.stop_gradient(jnp.max(m, axis=2, keepdims=True)))
-    m = m / _sum_over(m, 2) + eps
-    m = m / (_sum_over(m, 1) + eps)
+    m = m / total(m, 2) + eps
+    m = m / (total(m, 1) + eps)
 
     def step(_, m):
-        m = m / (_sum_over(m, 2) + eps)
-        return m / (_sum_over(m, 1) + eps)
+        m = m / (total(m, 2) + eps)
+        return m / (total(m, 1) + eps)
 
     return lax.fori_loop(0, cfg.hc_sinkhorn_iters - 1, step, m)
 
 
 def collapse(pre: jax.Array, streams: jax.Array, dtype: Any) -> jax.Array:
     """Weighted sum of the streams: pre [T, C], streams [T, C, D] -> [T, D], rounded once."""
-    terms = [nx.pin(pre[:, i, None] * streams[:, i].astype(jnp.float32))
-             for i in range(streams.shape[1])]  # fmt: skip
-    return nx.round_to(nx.ordered_sum(terms), dtype)
+    return nx.round_to(nx.axis_sum(nx.pin(pre[:, :, None] * streams.astype(jnp.float32)), 1), dtype)
 
 
 def normed(
@@ -98,20 +95,12 @@ def normed(
 
 def expand(y: jax.Array, mixed: Mix, streams: jax.Array, dtype: Any) -> jax.Array:
     """Write a sub-layer output y [T, D] back: post * y + comb applied to the incoming streams."""
-    wide = streams.astype(jnp.float32)
-    count = streams.shape[1]
-
-    def destination(d: int) -> jax.Array:
-        own = nx.pin(mixed.post[:, d, None] * y.astype(jnp.float32))
-        carried = [nx.pin(mixed.comb[:, s, d, None] * wide[:, s]) for s in range(count)]
-        return own + nx.ordered_sum(carried)
-
-    out = jnp.stack([destination(d) for d in range(count)], axis=1)
-    return nx.round_to(out, dtype)
+    own = nx.pin(mixed.post[:, :, None] * y.astype(jnp.float32)[:, None, :])
+    carried = nx.pin(mixed.comb[..., None] * streams.astype(jnp.float32)[:, :, None, :])
+    return nx.round_to(own + nx.axis_sum(carried, 1), dtype)
 
 
 def stream_mean(streams: jax.Array, dtype: Any) -> jax.Array:
     """Mean over the streams [T, C, D] -> [T, D]: the feature that DSpark taps (model spec 7.3)."""
-    count = streams.shape[1]
-    total = nx.ordered_sum([streams[:, i].astype(jnp.float32) for i in range(count)])
-    return nx.round_to(total / np.float32(count), dtype)
+    total = nx.axis_sum(streams.astype(jnp.float32), 1)
+    return nx.round_to(total / np.float32(streams.shape[1]), dtype)

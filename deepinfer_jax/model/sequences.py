@@ -111,6 +111,21 @@ def attend(q: jax.Array, keys: Keys, sink: jax.Array, scale: float) -> tuple[jax
     return value.reshape(shape), p / z[..., None]
 
 
+def attend_blocks(
+    q: jax.Array, keys: jax.Array, mask: jax.Array, sink: jax.Array, scale: float
+) -> jax.Array:
+    """Attention of blocks that share their keys: q [B, N, H, K], keys [B, J, K], mask [B, J]."""
+    mask = mask[:, None, None, :]
+    keys = jnp.where(mask[:, 0, 0, :, None], keys, 0)
+    s = jnp.where(mask, nx.einsum("bnhk,bjk->bhnj", q, keys) * np.float32(scale), -jnp.inf)
+    top = lax.stop_gradient(jnp.max(s, axis=-1, keepdims=True))
+    top = jnp.where(jnp.isfinite(top), top, np.float32(0))
+    p = jnp.where(mask, jnp.exp(jnp.where(mask, s, 0) - top), 0)
+    z = nx.plain_sum(p, -1) + jnp.exp(sink.reshape(1, -1, 1) - top[..., 0])
+    value = nx.einsum("bhnj,bjk->bnhk", nx.round_to(p, q.dtype), keys)
+    return value / z.transpose(0, 2, 1)[..., None]
+
+
 def index_scores(query: Any, keys: jax.Array, length: int, numerics: Numerics) -> jax.Array:
     """`numerics.index_scores` of an `index.IndexQuery` against all entries [B, N, K]: [T, N]."""
     heads = query.heads.reshape(-1, length, *query.heads.shape[1:])
