@@ -3,7 +3,8 @@
 A random model in the released layout is written in several shards, then loaded by new processes:
 once with the files out of the page cache, then repeatedly, on one CPU device and split over four.
 Peak memory is the process's maximum resident set, interpreter and JAX included. The bound is the
-result plus 2 GiB, on an accelerator 2 GiB over the start of the load. Processor seconds stand beside elapsed ones, for machines with other work.
+result plus 2 GiB, on an accelerator 2 GiB over the start of the load. Processor seconds stand
+beside elapsed ones, for machines with other work.
 
     python bench/checkpoint_load.py --machine cpu2
     python bench/checkpoint_load.py --machine h200 --platform cuda
