@@ -169,7 +169,11 @@ def _fp4_e4m3(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     g = _groups(x, MAIN_KV_GROUP)
     amax = jnp.maximum(jnp.max(jnp.abs(g), axis=-1), np.float32(6 * 2.0**-9))
     scale = _round_e4m3(jnp.minimum(amax / np.float32(6), np.float32(_E4M3_MAX)))
-    return _scaled(g, scale, _E2M1_MAX), scale
+    # Scales are no powers of two here, and compilers divide by multiplying with the reciprocal. That
+    # can miss an exact tie by its last bit; without the last three bits it finds all of them.
+    quotient = g * (1 / scale)[..., None]
+    quotient = lax.reduce_precision(quotient, exponent_bits=8, mantissa_bits=20)
+    return jnp.clip(quotient, -_E2M1_MAX, _E2M1_MAX), scale
 
 
 def _flat(x: jax.Array) -> jax.Array:

@@ -5,6 +5,7 @@ Recorded vectors of the published implementation are in tests/golden/test_ops.py
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 import jax
@@ -146,6 +147,20 @@ def test_every_midpoint(kind: str) -> None:
     x = np.concatenate([x * 2.0**e for e in (-6, -3, 0, 1, 4, 5)]).astype(ml_dtypes.bfloat16)
     got = np.asarray(SIMULATORS[kind](jnp.asarray(x)))
     np.testing.assert_array_equal(got.astype(np.float64), simulated(x, kind))
+
+
+def test_every_midpoint_at_every_scale_of_the_main_quantizer() -> None:
+    """Its scales are no powers of two: a product with the reciprocal would miss 42 of these ties."""
+    scales = np.unique(np.abs(CODES[1:127].view(E4M3).astype(np.float32)))[:, None]
+    middle = np.array([(a + b) / 2 for a, b in itertools.pairwise(GRID)], np.float32)[None, :]
+    exact = (middle * scales).astype(ml_dtypes.bfloat16)
+    assert np.array_equal(exact.astype(np.float32), middle * scales)
+    near = [np.nextafter(exact, ml_dtypes.bfloat16(s * 1e6)) for s in (-1, 1)]
+    top = (6 * scales).astype(ml_dtypes.bfloat16)  # fixes the scale
+    x = np.concatenate([top, exact, -exact, top], axis=1)
+    x = np.concatenate([x, np.concatenate([top, *near, top], axis=1)])
+    got = np.asarray(SIMULATORS["main"](jnp.asarray(x)))
+    np.testing.assert_array_equal(got.astype(np.float64), simulated(x, "main"))
 
 
 def test_conformance_vectors() -> None:
