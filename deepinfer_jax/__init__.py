@@ -1,3 +1,108 @@
-"""Deterministic, pure-functional JAX inference for the DeepSeek-V4.1 model family."""
+"""Deterministic, pure-functional JAX inference for the DeepSeek-V4.1 model family.
+
+The names below are imported when they are first used, so that importing the package costs little
+and touches no device. Everything else is a module away: `from deepinfer_jax import sampling`.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from deepinfer_jax.cache import Cache, init_cache
+    from deepinfer_jax.checkpoint import load_params, save_params
+    from deepinfer_jax.config import ModelConfig
+    from deepinfer_jax.generation import generate, stream
+    from deepinfer_jax.loading import Model, load
+    from deepinfer_jax.model.forward import forward, trace
+    from deepinfer_jax.numerics import Numerics
+    from deepinfer_jax.params import init as init_params
+    from deepinfer_jax.prompts import request_seed
+    from deepinfer_jax.requests import Result
+    from deepinfer_jax.rows import Rows, batch_rows, text_rows
+    from deepinfer_jax.sampling import Sampled, Sampling, make_sampling
+    from deepinfer_jax.steps import Running, decode, decode_many, prefill, score
+    from deepinfer_jax.tables import Tables, make_tables
+    from deepinfer_jax.text import Tokenizer, load_tokenizer
 
 __version__ = "0.1.0"
+
+# Public name -> where it lives: a module, or "module:name" where it has another name there.
+_HOMES = {
+    "Cache": "cache",
+    "Model": "loading",
+    "ModelConfig": "config",
+    "Numerics": "numerics",
+    "Result": "requests",
+    "Rows": "rows",
+    "Running": "steps",
+    "Sampled": "sampling",
+    "Sampling": "sampling",
+    "Tables": "tables",
+    "Tokenizer": "text",
+    "batch_rows": "rows",
+    "decode": "steps",
+    "decode_many": "steps",
+    "forward": "model.forward",
+    "generate": "generation",
+    "init_cache": "cache",
+    "init_params": "params:init",
+    "load": "loading",
+    "load_params": "checkpoint",
+    "load_tokenizer": "text",
+    "make_sampling": "sampling",
+    "make_tables": "tables",
+    "prefill": "steps",
+    "request_seed": "prompts",
+    "save_params": "checkpoint",
+    "score": "steps",
+    "stream": "generation",
+    "text_rows": "rows",
+    "trace": "model.forward",
+}
+
+__all__ = [
+    "Cache",
+    "Model",
+    "ModelConfig",
+    "Numerics",
+    "Result",
+    "Rows",
+    "Running",
+    "Sampled",
+    "Sampling",
+    "Tables",
+    "Tokenizer",
+    "__version__",
+    "batch_rows",
+    "decode",
+    "decode_many",
+    "forward",
+    "generate",
+    "init_cache",
+    "init_params",
+    "load",
+    "load_params",
+    "load_tokenizer",
+    "make_sampling",
+    "make_tables",
+    "prefill",
+    "request_seed",
+    "save_params",
+    "score",
+    "stream",
+    "text_rows",
+    "trace",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module, _, inner = _HOMES[name].partition(":")
+    value = getattr(importlib.import_module(f"{__name__}.{module}"), inner or name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*__all__, *globals()})

@@ -1,0 +1,305 @@
+"""Continuous batching: requests move through a fixed number of slots, the device does the rest.
+
+What a slot computes depends on its own rows only, so which requests share the slots, in what order
+they come, how prompts are cut into calls and how large the cache is decide the time and nothing
+else. Shapes come from short lists of sizes, so that few programs are compiled.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from deepinfer_jax import cache as caches
+from deepinfer_jax import sampling, steps
+from deepinfer_jax.cache import Cache
+from deepinfer_jax.config import ModelConfig
+from deepinfer_jax.loading import Model
+from deepinfer_jax.numerics import Numerics
+from deepinfer_jax.params import Params
+from deepinfer_jax.requests import Request, Result, Timing
+from deepinfer_jax.rows import Rows
+from deepinfer_jax.sampling import Sampled, Sampling
+from deepinfer_jax.steps import Running
+from deepinfer_jax.tables import Tables
+from deepinfer_jax.transcript import Transcript
+
+DEFAULT_SLOTS = 8
+PREFILL_ROWS = (32, 256)  # rows of a prefill call
+SHORTEST_CAPACITY = 512  # tokens a slot can hold; longer ones double it
+STOP_IDS = 4  # end tokens a slot can have; more double it
+MOST_STEPS = 16  # decode steps before the host looks again
+
+
+@dataclasses.dataclass(frozen=True)
+class Update:
+    """News of request number `index`: text that became certain, tokens so far, the end's result."""
+
+    index: int
+    text: str
+    tokens: int
+    result: Result | None
+
+
+@dataclasses.dataclass
+class _Seat:
+    """The request in a slot, on the host."""
+
+    index: int
+    request: Request
+    transcript: Transcript
+    admitted: float
+    first_token: float = math.nan
+    raw: list[float] = dataclasses.field(default_factory=list)
+    processed: list[float] = dataclasses.field(default_factory=list)
+
+
+# -- the two device programs -----------------------------------------------------------------------
+
+_prefill = jax.jit(steps.prefill, static_argnames=("cfg", "numerics"), donate_argnames="cache")
+
+
+def advance(
+    params: Params, tables: Tables, running: Running, cache: Cache, sampling: Sampling,
+    limit: jax.Array, cfg: ModelConfig, numerics: Numerics,
+) -> tuple[Sampled, jax.Array, Cache]:  # fmt: skip
+    """Decode until `limit` steps (int32, at most MOST_STEPS) are done or no slot is active.
+
+    One program for every number of steps. Returns (Sampled of [MOST_STEPS, B], emitted
+    [MOST_STEPS, B] bool, cache).
+    """
+    shape = (MOST_STEPS, cache.slots)
+    number = jnp.zeros(shape, jnp.float32)
+    sampled = Sampled(jnp.zeros(shape, jnp.int32), number, number, number)
+
+    def more(carry):
+        done, now, *_ = carry
+        return (done < limit) & jnp.any(now.active)
+
+    def step(carry):
+        done, now, cache, sampled, emitted = carry
+        one, emits, now, cache = steps.decode_many(
+            params, tables, now, cache, sampling, cfg, numerics, steps=1
+        )
+        sampled, emitted = jax.tree.map(
+            lambda all, new: lax.dynamic_update_slice(all, new, (done, 0)),
+            (sampled, emitted),
+            (one, emits),
+        )
+        return done + 1, now, cache, sampled, emitted
+
+    start = (jnp.int32(0), running, cache, sampled, jnp.zeros(shape, bool))
+    _, _, cache, sampled, emitted = lax.while_loop(more, step, start)
+    return sampled, emitted, cache
+
+
+_advance = jax.jit(advance, static_argnames=("cfg", "numerics"), donate_argnames="cache")
+
+
+# -- sizes -----------------------------------------------------------------------------------------
+
+
+def slots_for(count: int, batch_size: int | None) -> int:
+    """Slots for `count` requests: a power of two that holds them all, at most `batch_size`."""
+    if batch_size is not None and (isinstance(batch_size, bool) or not isinstance(batch_size, int)):
+        raise TypeError(f"batch_size must be an integer, got {batch_size!r}")
+    if batch_size is not None and batch_size < 1:
+        raise ValueError(f"batch_size must be at least 1, got {batch_size}")
+    return min(_power_of_two(count), DEFAULT_SLOTS if batch_size is None else batch_size)
+
+
+def capacity_for(requests: Sequence[Request], max_length: int) -> int:
+    """Tokens a slot must hold: a doubling of SHORTEST_CAPACITY, at most `max_length`."""
+    longest = max(len(r.tokens) + r.options.max_tokens for r in requests)
+    return min(max(_power_of_two(longest), SHORTEST_CAPACITY), max_length)
+
+
+def prefill_rows(waiting: int) -> int:
+    """Rows of the next prefill call when `waiting` are to run, so that half or more are real.
+
+    Only the smallest size may be emptier.
+    """
+    small = PREFILL_ROWS[0]
+    return max((size for size in PREFILL_ROWS if size <= 2 * waiting), default=small)
+
+
+def _power_of_two(count: int) -> int:
+    return 1 << (count - 1).bit_length()
+
+
+# -- the loop --------------------------------------------------------------------------------------
+
+
+class Batch:
+    """The slots of one run: a cache on the device, seats on the host. `run` drives it."""
+
+    def __init__(self, model: Model, requests: Sequence[Request], slots: int, *, eager: bool):
+        """`eager`: hand over the first tokens one by one, for a reader who watches."""
+        self._model = model
+        self._waiting = deque(enumerate(requests))
+        self._seats: list[_Seat | None] = [None] * slots
+        self._stop_ids = _stop_width(requests)
+        self._limit = 1 if eager else MOST_STEPS
+        self._start = time.perf_counter()
+        capacity = capacity_for(requests, model.max_length)
+        self._cache = caches.init_cache(model.cfg, model.numerics, slots, capacity)
+        self._sampling = _sampling(self._seats)
+
+    def run(self) -> Iterator[Update]:
+        """Updates until every request has its result."""
+        while self._waiting or any(self._seats):
+            fresh = self._admit()
+            if fresh:
+                yield from self._fill(fresh)
+            elif any(self._seats):
+                yield from self._advance()
+
+    def _admit(self) -> list[int]:
+        """Seat waiting requests in the free slots; the slots newly taken."""
+        fresh = []
+        for slot, seat in enumerate(self._seats):
+            if seat is None and self._waiting:
+                index, request = self._waiting.popleft()
+                transcript = Transcript(
+                    request, self._model.tokenizer, self._model.cfg.eos_token_id
+                )
+                self._seats[slot] = _Seat(index, request, transcript, self._elapsed())
+                fresh.append(slot)
+        if fresh:
+            self._sampling = _sampling(self._seats)
+        return fresh
+
+    def _fill(self, fresh: Sequence[int]) -> Iterator[Update]:
+        """Run the prompts of these slots, packed into as few calls as their sizes allow."""
+        todo = [
+            (token, slot, position)
+            for slot in fresh
+            for position, token in enumerate(self._seat(slot).request.tokens)
+        ]
+        while todo:
+            size = prefill_rows(len(todo))
+            part, todo = todo[:size], todo[size:]
+            model = self._model
+            sampled, self._cache = _prefill(
+                model.params, model.tables, _rows(part, size), self._cache, self._sampling,
+                model.cfg, model.numerics,
+            )  # fmt: skip
+            complete = [
+                slot
+                for _, slot, position in part
+                if position + 1 == len(self._seat(slot).request.tokens)
+            ]
+            if complete:
+                emitted = np.zeros((1, len(self._seats)), bool)
+                emitted[0, complete] = True
+                yield from self._accept(jax.tree.map(lambda x: x[None], sampled), emitted)
+
+    def _advance(self) -> Iterator[Update]:
+        """Some decode steps of all seated slots."""
+        seats, model = self._seats, self._model
+        running = Running(
+            tokens=jnp.array([s.transcript.tokens[-1] if s else 0 for s in seats], jnp.int32),
+            active=jnp.array([s is not None for s in seats]),
+            left=jnp.array([_left(s) if s else 0 for s in seats], jnp.int32),
+            stops=jnp.array([self._ends(s) for s in seats], jnp.int32),
+        )
+        sampled, emitted, self._cache = _advance(
+            model.params, model.tables, running, self._cache, self._sampling,
+            jnp.asarray(np.int32(self._limit)), model.cfg, model.numerics,
+        )  # fmt: skip
+        self._limit = min(2 * self._limit, MOST_STEPS)
+        yield from self._accept(sampled, np.asarray(emitted))
+
+    def _accept(self, sampled: Sampled, emitted: np.ndarray) -> Iterator[Update]:
+        """Hand the emitted tokens [steps, B] to their seats; a finished seat is given up."""
+        sampled = jax.device_get(sampled)
+        for slot in np.flatnonzero(emitted.any(axis=0)).tolist():
+            seat, text = self._seat(slot), ""
+            for step in np.flatnonzero(emitted[:, slot]).tolist():
+                raw = float(sampled.logprob_raw[step, slot])
+                if math.isnan(raw):
+                    raise FloatingPointError(
+                        f"request {seat.request.id!r}: the log-probability of token "
+                        f"{len(seat.raw)} is not a number; are the weights damaged?"
+                    )
+                text += seat.transcript.push(int(sampled.token[step, slot]))
+                seat.raw.append(raw)
+                seat.processed.append(float(sampled.logprob_processed[step, slot]))
+                if seat.transcript.finished:
+                    break
+            now = self._elapsed()
+            if math.isnan(seat.first_token):
+                seat.first_token = now
+            result = _result(seat, now) if seat.transcript.finished else None
+            if result:
+                self._seats[slot] = None
+            yield Update(seat.index, text, len(seat.raw), result)
+
+    def _seat(self, slot: int) -> _Seat:
+        seat = self._seats[slot]
+        assert seat is not None, "an empty slot produced tokens"
+        return seat
+
+    def _ends(self, seat: _Seat | None) -> list[int]:
+        """The stop ids of a slot, padded with -1."""
+        ends = [self._model.cfg.eos_token_id, *seat.request.options.stop_token_ids] if seat else []
+        return ends + [-1] * (self._stop_ids - len(ends))
+
+    def _elapsed(self) -> float:
+        return time.perf_counter() - self._start
+
+
+def _left(seat: _Seat) -> int:
+    return seat.request.options.max_tokens - len(seat.raw)
+
+
+def _stop_width(requests: Sequence[Request]) -> int:
+    most = max(1 + len(request.options.stop_token_ids) for request in requests)
+    return max(STOP_IDS, _power_of_two(most))
+
+
+def _rows(part: Sequence[tuple[int, int, int]], size: int) -> Rows:
+    """Rows of (token, slot, position), padded to `size`."""
+    table = np.full((size, 3), (0, -1, 0), np.int32)
+    table[: len(part)] = part
+    tokens, slots, positions = (jnp.asarray(column) for column in table.T)
+    return Rows(tokens, slots, positions, image=jnp.asarray(np.zeros(size, bool)))
+
+
+def _sampling(seats: Sequence[_Seat | None]) -> Sampling:
+    """Sampling parameters of every slot; an empty one is greedy, which costs nothing."""
+    options = [seat.request.options if seat else None for seat in seats]
+    return sampling.make_sampling(
+        len(seats),
+        [o.temperature if o else 0.0 for o in options],
+        [o.top_p if o else 1.0 for o in options],
+        [o.top_k if o else -1 for o in options],
+        [o.min_p if o else 0.0 for o in options],
+        seeds=[seat.request.seed if seat else 0 for seat in seats],
+    )
+
+
+def _result(seat: _Seat, now: float) -> Result:
+    transcript, request = seat.transcript, seat.request
+    assert transcript.finished is not None, "the reply has not ended"
+    return Result(
+        id=request.id,
+        prompt=request.prompt,
+        text=transcript.text,
+        tokens=tuple(transcript.tokens),
+        logprobs=tuple(seat.raw),
+        logprobs_processed=tuple(seat.processed),
+        pieces=tuple(transcript.pieces),
+        finish_reason=transcript.finished,
+        prompt_tokens=len(request.tokens),
+        seed=request.seed,
+        timing=Timing(seat.admitted, seat.first_token, now),
+    )

@@ -1,0 +1,44 @@
+"""Where compiled programs are kept between runs of the command."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import sys
+from pathlib import Path
+
+
+def use_compilation_cache() -> None:
+    """Keep compiled programs in the user's cache folder, unless JAX was told another.
+
+    A folder that cannot be made costs time, not correctness: then nothing is kept.
+    """
+    import jax
+
+    if jax.config.values["jax_compilation_cache_dir"] is not None:  # $JAX_COMPILATION_CACHE_DIR
+        return
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    folder = Path(base) / "deepinfer-jax" / _processor()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        first = not any(folder.iterdir())
+    except OSError as error:
+        print(f"compiled programs are not kept: {folder}: {error.strerror}", file=sys.stderr)
+        return
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    if first:
+        print(f"compiling for the first time, about a minute; kept in {folder}", file=sys.stderr)
+
+
+def _processor() -> str:
+    """Names the kind of processor: programs for one may not run on another with the same home."""
+    kind = platform.machine() + platform.processor()
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+        kind += next((line for line in lines if line.startswith(("flags", "Features"))), "")
+    except OSError:
+        pass  # not Linux
+    return f"{platform.machine()}-{hashlib.sha256(kind.encode()).hexdigest()[:8]}"

@@ -1,0 +1,222 @@
+"""`deepinfer-jax generate`: one prompt to the terminal, many to JSON Lines.
+
+What needs JAX is imported when a command runs, so that `--help` and `--version` answer at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+from deepinfer_jax.cli.compiled import use_compilation_cache
+from deepinfer_jax.cli.progress import Progress
+from deepinfer_jax.cli.refusal import Refused
+
+if TYPE_CHECKING:
+    from deepinfer_jax.loading import Model
+    from deepinfer_jax.requests import Options, Request
+
+_DESCRIPTION = """\
+Generate replies. One PROMPT streams to the terminal. Several prompts, or a file of them, give one
+JSON object per reply (id, index, prompt, text, finish_reason, prompt_tokens, tokens, logprobs,
+logprobs_processed, seed, timing), written as each reply finishes: to --out, or to the terminal.
+
+A prompt file has one JSON object per line: {"prompt": TEXT}, {"messages": [...]} or
+{"tokens": [...]}, and optionally "id", "tools", "schema", "effort" and any option below as
+"max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids",
+"thinking". A reply depends on the model, its own prompt and options, --seed and its id (default:
+its index), never on the other prompts or the batch size.
+"""
+_EPILOG = """\
+Compiled programs are kept in $JAX_COMPILATION_CACHE_DIR, by default in
+$XDG_CACHE_HOME/deepinfer-jax (~/.cache/deepinfer-jax), so that the next start is quick.
+"""
+
+
+def add_command(commands: Any) -> None:
+    """Declare the command and its arguments."""
+    parser = commands.add_parser(
+        "generate",
+        help="replies to prompts",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.set_defaults(run=run)
+    add = parser.add_argument
+    add("prompt", nargs="*", metavar="PROMPT", help="text of a user message")
+    add("--prompts", metavar="FILE", help="JSON Lines file of prompts, - for standard input")
+    add("--model", default="spark-tiny", metavar="NAME|DIR", help="default spark-tiny")
+    add("--max-length", type=int, metavar="N", help="most tokens of prompt and reply together")
+    _add_options(parser.add_argument_group("the reply").add_argument)
+    add = parser.add_argument_group("the run").add_argument
+    add("--out", type=Path, metavar="FILE", help="write JSON Lines to FILE")
+    add("--resume", action="store_true", help="keep the results in --out and run what is missing")
+    add(
+        "--in-order",
+        action="store_true",
+        help="write lines in the order of the prompts instead of as replies finish; lines that "
+        "wait for an earlier one are written when the run ends, also by Ctrl-C",
+    )
+    add("--batch-size", type=int, metavar="N", help="most prompts in work at once, default 8")
+
+
+def _add_options(add: Any) -> None:
+    """The fields of `Options`; a default of None leaves the value to it."""
+    add("--max-tokens", type=int, metavar="N", help="most tokens of a reply, default 256")
+    add("--temperature", type=float, metavar="T", help="default 1.0; 0 is greedy")
+    add("--top-p", type=float, metavar="P", help="default 1.0: keep everything")
+    add("--top-k", type=int, metavar="K", help="default -1: keep everything")
+    add("--min-p", type=float, metavar="P", help="default 0.0: keep everything")
+    add("--seed", type=int, metavar="N", help="default 0")
+    add("--stop", action="append", metavar="TEXT", help="end before this text; may be repeated")
+    add(
+        "--stop-token-id",
+        action="append",
+        type=int,
+        dest="stop_token_ids",
+        metavar="ID",
+        help="end with this token; may be repeated",
+    )
+    add("--thinking", action="store_true", default=None, help="let the model reason first")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Generate; returns the exit status. Raises Refused for input that cannot be run."""
+    from deepinfer_jax import batching, loading
+    from deepinfer_jax.cli import records
+
+    prompts, places = _prompts(args)
+    try:
+        requests = _requests(args, prompts, places)
+        batching.slots_for(len(requests), args.batch_size)
+    except (TypeError, ValueError, OSError) as error:
+        raise Refused(str(error)) from None
+    path: Path | None = args.out
+    if args.resume and path is None:
+        raise Refused("--resume needs --out FILE, the file to go on with")
+    out = None if path is None else records.open_out(path, resume=args.resume)
+    try:
+        skip = records.finished_ids(path, requests) if path and args.resume else set()
+        use_compilation_cache()
+        try:
+            model = loading.load(args.model, max_length=args.max_length)
+        except (ValueError, OSError) as error:
+            raise Refused(str(error)) from None
+        if len(args.prompt) == 1 and not skip:
+            _stream(model, requests[0], out)
+        else:
+            _many(args, model, requests, skip, out or sys.stdout)
+    finally:
+        if out is not None:
+            out.close()
+    return 0
+
+
+def _prompts(args: argparse.Namespace) -> tuple[list[Any], list[str]]:
+    """Prompts and the place of each for errors."""
+    from deepinfer_jax.prompts import read_prompt_lines
+
+    if bool(args.prompt) == bool(args.prompts):
+        raise Refused("give PROMPT arguments or --prompts FILE, one of the two")
+    if args.prompt:
+        return args.prompt, [f"PROMPT {i}" for i in range(1, len(args.prompt) + 1)]
+    try:
+        if args.prompts == "-":
+            return read_prompt_lines("standard input", sys.stdin)
+        with open(args.prompts, encoding="utf-8-sig") as file:
+            return read_prompt_lines(args.prompts, file)
+    except UnicodeDecodeError as error:
+        raise Refused(f"--prompts {args.prompts} is not UTF-8: {error}") from None
+    except OSError as error:
+        raise Refused(f"--prompts {args.prompts} cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise Refused(str(error)) from None
+
+
+def _requests(
+    args: argparse.Namespace, prompts: Sequence[Any], places: Sequence[str]
+) -> list[Request]:
+    """Everything that can be refused is, before any weight is read."""
+    from deepinfer_jax import loading
+    from deepinfer_jax.config import ModelConfig
+    from deepinfer_jax.prompts import make_requests
+
+    options = _options(args)
+    folder = loading.find_folder(args.model)
+    cfg = ModelConfig.from_json(folder)
+    length = loading.resolve_length(cfg, args.max_length)
+    tokenizer = loading.open_tokenizer(folder, cfg)
+    return make_requests(prompts, options, tokenizer, cfg, length, places)
+
+
+def _options(args: argparse.Namespace) -> Options:
+    from dataclasses import fields
+
+    from deepinfer_jax.requests import Options
+
+    given = {field.name: getattr(args, field.name, None) for field in fields(Options)}
+    return Options(**{name: value for name, value in given.items() if value is not None})
+
+
+def _stream(model: Model, request: Request, out: TextIO | None) -> None:
+    """One reply to the terminal as it comes, and its line to `out` if there is one."""
+    from deepinfer_jax import generation
+    from deepinfer_jax.cli.records import Lines
+
+    _never_fail_to_print()
+    for update in generation.updates(model, [request], eager=True):
+        sys.stdout.write(update.text)
+        sys.stdout.flush()
+        if update.result and out is not None:
+            Lines(out, in_order=False, indices=[0]).write(update.result, 0)
+    sys.stdout.write("\n")
+
+
+def _many(
+    args: argparse.Namespace,
+    model: Model,
+    requests: Sequence[Request],
+    skip: set[str],
+    out: TextIO,
+) -> None:
+    """A line to `out` for every request that is not in `skip`, with progress on a terminal."""
+    from deepinfer_jax import generation
+    from deepinfer_jax.cli.records import Lines
+
+    indices = [i for i, request in enumerate(requests) if str(request.id) not in skip]
+    if not indices:
+        print("nothing is missing", file=sys.stderr)
+        return
+    lines = Lines(out, in_order=args.in_order, indices=indices)
+    progress = Progress(len(indices), sys.stderr)
+    tokens: dict[int, int] = {}
+    done = 0
+    due = [requests[i] for i in indices]
+    try:
+        for update in generation.updates(model, due, batch_size=args.batch_size):
+            tokens[update.index] = update.tokens
+            if update.result:
+                done += 1
+                lines.write(update.result, indices[update.index])
+            progress.show(done, sum(tokens.values()))
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(_interrupted(args, done, len(due))) from None
+    finally:
+        progress.close()
+        lines.close()
+
+
+def _interrupted(args: argparse.Namespace, done: int, total: int) -> str:
+    where = f" in {args.out}; the same command with --resume goes on" if args.out else ""
+    return f"interrupted: {done} of {total} results are written{where}"
+
+
+def _never_fail_to_print() -> None:
+    """Characters that the terminal's encoding lacks are escaped."""
+    reconfigure = getattr(sys.stdout, "reconfigure", None)
+    if reconfigure is not None:
+        reconfigure(errors="backslashreplace")

@@ -1,0 +1,42 @@
+"""A line that says how far a run has come, on a terminal only."""
+
+from __future__ import annotations
+
+import time
+from typing import TextIO
+
+_WIDTH = 24
+_INTERVAL = 0.1  # seconds between redraws
+
+
+class Progress:
+    """`done` of `total` replies and the tokens so far; silent where nobody watches."""
+
+    def __init__(self, total: int, stream: TextIO):
+        self._total = total
+        self._stream = stream
+        self._shown = stream.isatty()
+        self._start = time.perf_counter()
+        self._last = 0.0
+        self._width = 0
+
+    def show(self, done: int, tokens: int) -> None:
+        now = time.perf_counter()
+        if not self._shown or (now - self._last < _INTERVAL and done < self._total):
+            return
+        self._last = now
+        full = _WIDTH * done // self._total
+        line = (
+            f"[{'=' * full}{' ' * (_WIDTH - full)}] {done}/{self._total} replies, "
+            f"{tokens:,} tokens, {tokens / max(now - self._start, 1e-9):.0f} tokens/s"
+        )
+        self._stream.write("\r" + line.ljust(self._width))
+        self._stream.flush()
+        self._width = len(line)
+
+    def close(self) -> None:
+        """Leave the line behind."""
+        if self._width:
+            self._stream.write("\n")
+            self._stream.flush()
+            self._width = 0

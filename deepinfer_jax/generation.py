@@ -1,0 +1,108 @@
+"""Text from prompts: all at once, as each reply finishes, or piece by piece."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from deepinfer_jax import batching
+from deepinfer_jax import prompts as prompting
+from deepinfer_jax.batching import Batch, Update
+from deepinfer_jax.loading import Model
+from deepinfer_jax.requests import Options, Request, Result
+
+
+def generate(
+    model: Model,
+    prompts: Sequence[Any],
+    *,
+    max_tokens: int = 256,
+    temperature: float = 1.0,
+    top_p: float = 1.0,
+    top_k: int = -1,
+    min_p: float = 0.0,
+    seed: int = 0,
+    stop: str | Sequence[str] = (),
+    stop_token_ids: Sequence[int] = (),
+    thinking: bool = False,
+    batch_size: int | None = None,
+) -> list[Result]:
+    """One reply to each prompt, in order.
+
+    A prompt is a string (one user message), a list of messages, a list of token ids, or a mapping
+    with one of these as `prompt`, `messages` or `tokens` and any of its own `id`, `tools`, `schema`
+    and keyword arguments of this function but `batch_size`.
+
+    A reply depends on the model, its own prompt and options and its noise seed, bit for bit: not on
+    the other prompts, their order, `batch_size` or padding. The seed is derived from `seed` and the
+    prompt's id, which is its index unless it has one; a `seed` of its own is used as it is.
+
+    Args:
+      model: from `load`.
+      max_tokens: most tokens of a reply. Prompt and reply together must fit `model.max_length`.
+      temperature: 0 takes the most probable token, lowest id on ties.
+      top_p, top_k, min_p: truncation; 1.0, -1 and 0.0 keep everything.
+      stop: strings that end a reply; the text ends before the first of them.
+      stop_token_ids: ids that end a reply, beside the model's end token.
+      thinking: render chat prompts so that the model reasons first.
+      batch_size: most prompts in work at once; default 8. Changes speed and memory only.
+
+    Raises:
+      TypeError, ValueError: the first prompt or option that cannot be run; nothing was compiled.
+      FloatingPointError: the model produced a value that is not a number.
+    """
+    options = Options(
+        max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p,
+        seed=seed, stop=stop, stop_token_ids=stop_token_ids, thinking=thinking,
+    )  # fmt: skip
+    requests = _requests(model, prompts, options)
+    found: list[Result | None] = [None] * len(requests)
+    for update in updates(model, requests, batch_size=batch_size):
+        found[update.index] = update.result or found[update.index]
+    return [result for result in found if result is not None]
+
+
+def stream(
+    model: Model,
+    prompt: Any,
+    *,
+    max_tokens: int = 256,
+    temperature: float = 1.0,
+    top_p: float = 1.0,
+    top_k: int = -1,
+    min_p: float = 0.0,
+    seed: int = 0,
+    stop: str | Sequence[str] = (),
+    stop_token_ids: Sequence[int] = (),
+    thinking: bool = False,
+) -> Iterator[str]:
+    """The reply to one prompt as it comes; its pieces join to the text that `generate` returns.
+
+    Arguments and errors as in `generate`; errors of arguments are raised by the call itself.
+    """
+    options = Options(
+        max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p,
+        seed=seed, stop=stop, stop_token_ids=stop_token_ids, thinking=thinking,
+    )  # fmt: skip
+    requests = _requests(model, [prompt], options)
+    return (u.text for u in updates(model, requests, eager=True) if u.text)
+
+
+def updates(
+    model: Model,
+    requests: Sequence[Request],
+    *,
+    batch_size: int | None = None,
+    eager: bool = False,
+) -> Iterator[Update]:
+    """What happens to requests (see `prompts.make_requests`) as it happens.
+
+    Every request ends with an update that carries its result. `eager` looks at the first tokens
+    one by one, for a reader who watches.
+    """
+    slots = batching.slots_for(len(requests), batch_size)
+    return Batch(model, requests, slots, eager=eager).run()
+
+
+def _requests(model: Model, prompts: Sequence[Any], options: Options) -> list[Request]:
+    return prompting.make_requests(prompts, options, model.tokenizer, model.cfg, model.max_length)

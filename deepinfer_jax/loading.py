@@ -1,0 +1,144 @@
+"""A model ready to run, by name: configuration, weights, constant tables, numerics, tokenizer."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import tokenizers
+
+from deepinfer_jax import checkpoint, resources, text
+from deepinfer_jax.config import ModelConfig
+from deepinfer_jax.numerics import Numerics
+from deepinfer_jax.params import Params
+from deepinfer_jax.tables import Tables, make_tables
+from deepinfer_jax.text import Tokenizer
+from deepinfer_jax.text.engram_map import MAP_FILE, TOKENIZER_FILE
+
+# Longest sequence that a model is prepared for unless the caller asks for more. Rotation tables
+# have a row per position: at the released 1M positions they would take half a gigabyte.
+DEFAULT_LENGTH = 1 << 16
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Model:
+    """What `load` returns. The parts are plain values: hand them to the functions of `steps`.
+
+    Attributes:
+      name: what it was loaded as.
+      cfg, numerics: the static configurations; both hashable.
+      params: the weights, a tree as `params.abstract(cfg)` describes it.
+      tables: rotation tables for `max_length` positions, and the Engram token map.
+      tokenizer: ids of text and text of ids.
+    """
+
+    name: str
+    cfg: ModelConfig = dataclasses.field(repr=False)
+    numerics: Numerics
+    params: Params = dataclasses.field(repr=False)
+    tables: Tables = dataclasses.field(repr=False)
+    tokenizer: Tokenizer = dataclasses.field(repr=False)
+
+    @property
+    def max_length(self) -> int:
+        """Most tokens of a sequence, prompt and reply together."""
+        return self.tables.base.cos.shape[0]
+
+
+def load(
+    model: str | Path = "spark-tiny",
+    *,
+    numerics: Numerics | None = None,
+    max_length: int | None = None,
+) -> Model:
+    """Load a shipped model by name, or a checkpoint in the released layout from its folder.
+
+    Args:
+      model: a name of `resources.model_names()`, or a folder with `config.json`, `tokenizer.json`
+        and safetensors shards. A shipped name wins over a folder of that name (write `./NAME`).
+      numerics: what fixes the bits; default `Numerics.native` for how the checkpoint is stored.
+      max_length: most tokens of a sequence; default is the model's own limit, at most 65,536.
+
+    Raises:
+      FileNotFoundError: no such model or folder, or a file of it is missing.
+      ValueError: a file is damaged or does not fit the others, or `max_length` is out of range.
+    """
+    folder = find_folder(model)
+    cfg = ModelConfig.from_json(folder)
+    length = resolve_length(cfg, max_length)
+    tokenizer = open_tokenizer(folder, cfg)
+    tables = make_tables(cfg, _token_map(folder, cfg), length)
+    return Model(
+        name=str(model),
+        cfg=cfg,
+        numerics=Numerics.native(cfg.quantized) if numerics is None else numerics,
+        params=checkpoint.load_params(folder, cfg),
+        tables=tables,
+        tokenizer=tokenizer,
+    )
+
+
+def find_folder(model: str | Path) -> Path:
+    """The folder of a shipped model or the given folder; FileNotFoundError tells what there is."""
+    shipped = resources.model_names()
+    if model in shipped:
+        return resources.model_folder(str(model))
+    folder = Path(model)
+    if folder.is_dir():
+        return folder
+    raise FileNotFoundError(
+        f"unknown model {str(model)!r}: give one of the shipped names "
+        f"({', '.join(shipped) or 'none in this installation'}) or the path of a folder with "
+        "config.json, tokenizer.json and safetensors shards"
+    )
+
+
+def resolve_length(cfg: ModelConfig, max_length: int | None) -> int:
+    """`max_length` checked against the model, or the default."""
+    limit = cfg.max_position_embeddings
+    if max_length is None:
+        return min(limit, DEFAULT_LENGTH)
+    if isinstance(max_length, bool) or not isinstance(max_length, int):
+        raise TypeError(f"max_length must be an integer, got {max_length!r}")
+    if not 1 <= max_length <= limit:
+        raise ValueError(
+            f"max_length must be between 1 and max_position_embeddings={limit} of the model, "
+            f"got {max_length}"
+        )
+    return max_length
+
+
+def open_tokenizer(folder: Path, cfg: ModelConfig) -> Tokenizer:
+    """The folder's tokenizer; ValueError where it cannot be the one that the model learned with."""
+    tokenizer = text.load_tokenizer(folder)
+    if tokenizer.vocab_size > cfg.vocab_size:
+        raise ValueError(
+            f"{folder / TOKENIZER_FILE} has {tokenizer.vocab_size} ids, the model only "
+            f"vocab_size={cfg.vocab_size}: this is another model's tokenizer"
+        )
+    for name, token in (("bos", tokenizer.bos), ("eos", tokenizer.eos)):
+        expected = getattr(cfg, f"{name}_token_id")
+        if token != expected:
+            raise ValueError(
+                f"{folder}: {name} is token {token} of tokenizer.json, but config.json says "
+                f"{name}_token_id={expected}: the two files belong to different models"
+            )
+    return tokenizer
+
+
+def _token_map(folder: Path, cfg: ModelConfig) -> np.ndarray | None:
+    """The stored Engram map, or the same by rule from the tokenizer where none was stored."""
+    if not cfg.engram_layer_ids:
+        return None
+    if (folder / MAP_FILE).is_file():
+        return text.load_token_map(folder)
+    derived = text.token_map(tokenizers.Tokenizer.from_file(str(folder / TOKENIZER_FILE)))
+    size = int(derived.max()) + 1
+    if size != cfg.engram_compressed_vocab_size:
+        raise ValueError(
+            f"the token map derived from {folder / TOKENIZER_FILE} has {size} compressed ids, "
+            f"config.json says engram_compressed_vocab_size={cfg.engram_compressed_vocab_size}; "
+            "put the model's own tokenizer.json there"
+        )
+    return derived

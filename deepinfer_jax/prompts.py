@@ -1,0 +1,194 @@
+"""From prompts in any of their forms to requests: rendered, checked and seeded before compiling.
+
+A prompt is a string (one user message), a sequence of message mappings, a sequence of token ids, or
+a mapping, which is also what a line of a prompt file holds: exactly one of `prompt`, `messages`,
+`tokens`, and optionally `id`, `tools`, `schema` and any field of `Options`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from deepinfer_jax.config import ModelConfig
+from deepinfer_jax.requests import Options, Request
+from deepinfer_jax.text import Tokenizer
+
+_FORMS = ("prompt", "messages", "tokens")
+_CHAT = ("tools", "schema")
+_OPTIONS = tuple(field.name for field in dataclasses.fields(Options))
+
+
+def request_seed(seed: int, id: str | int) -> int:
+    """The noise seed of the request called `id` in a run with `seed`: 64 bits of a SHA-256.
+
+    A function of names: neither the batch nor the other requests of a run are inputs.
+    """
+    digest = hashlib.sha256(f"{seed}:{id}".encode()).digest()
+    return int.from_bytes(digest[:8], "little")
+
+
+def make_requests(
+    prompts: Sequence[Any],
+    options: Options,
+    tokenizer: Tokenizer,
+    cfg: ModelConfig,
+    max_length: int,
+    places: Sequence[str] | None = None,
+) -> list[Request]:
+    """Requests of `prompts`, in order. A prompt without an `id` is called by its index.
+
+    `places` says where each prompt came from, for errors; default `prompts[i]`. Every prompt is
+    checked: options, messages, token ids, and its length against `max_length`.
+
+    Raises:
+      TypeError, ValueError: the first prompt that cannot be run, its place and the reason; or two
+        prompts with one id.
+    """
+    if isinstance(prompts, str | bytes | Mapping) or not isinstance(prompts, Iterable):
+        raise TypeError(
+            f"prompts must be a list of prompts, got {type(prompts).__name__}; write [prompt]"
+        )
+    prompts = list(prompts)
+    places = [f"prompts[{i}]" for i in range(len(prompts))] if places is None else places
+    if not prompts:
+        raise ValueError("prompts is empty: give at least one")
+    requests, seen = [], {}
+    for index, (prompt, place) in enumerate(zip(prompts, places, strict=True)):
+        try:
+            request = _request(prompt, index, options, tokenizer)
+            _check_tokens(request, cfg, max_length)
+        except (TypeError, ValueError) as error:
+            kind = TypeError if isinstance(error, TypeError) else ValueError
+            raise kind(f"{place}: {error}") from None
+        name = str(request.id)
+        if name in seen:
+            raise ValueError(f"{place}: id {name!r} is also that of {seen[name]}; ids are names")
+        seen[name] = place
+        requests.append(request)
+    return requests
+
+
+def _request(prompt: Any, index: int, options: Options, tokenizer: Tokenizer) -> Request:
+    given = prompt if isinstance(prompt, Mapping) else {_form(prompt): prompt}
+    unknown = [key for key in given if key not in (*_FORMS, "id", *_CHAT, *_OPTIONS)]
+    if unknown:
+        allowed = ", ".join((*_FORMS, "id", *_CHAT, *_OPTIONS))
+        raise ValueError(f"unknown key {unknown[0]!r}; known are {allowed}")
+    forms = [form for form in _FORMS if form in given]
+    if len(forms) != 1:
+        found = f"both {forms[0]!r} and {forms[1]!r}" if forms else "none of them"
+        raise ValueError(f"give exactly one of 'prompt', 'messages' and 'tokens', got {found}")
+    name = given.get("id", index)
+    if isinstance(name, bool) or not isinstance(name, str | int):
+        raise TypeError(f"id must be a string or an integer, got {name!r}")
+    overrides = {key: given[key] for key in _OPTIONS if key in given}
+    own = dataclasses.replace(options, **overrides)
+    seed = own.seed if "seed" in given else request_seed(own.seed, name)
+    form = forms[0]
+    tokens = _tokens(form, given[form], {k: given[k] for k in _CHAT if k in given}, own, tokenizer)
+    return Request(name, given[form], tokens, seed, own)
+
+
+def _form(prompt: Any) -> str:
+    if isinstance(prompt, str):
+        return "prompt"
+    if isinstance(prompt, Sequence) and prompt and isinstance(prompt[0], Mapping):
+        return "messages"
+    if isinstance(prompt, Sequence | np.ndarray) and not isinstance(prompt, bytes):
+        return "tokens"
+    raise TypeError(
+        "a prompt is a string, a list of messages, a list of token ids, or a mapping with one of "
+        f"these as 'prompt', 'messages' or 'tokens'; got {type(prompt).__name__}"
+    )
+
+
+def _tokens(
+    form: str, value: Any, chat: Mapping[str, Any], options: Options, tokenizer: Tokenizer
+) -> tuple[int, ...]:
+    if form == "tokens":
+        if chat:
+            raise ValueError(f"{next(iter(chat))!r} needs 'prompt' or 'messages', got 'tokens'")
+        return _token_ids(value)
+    if form == "prompt":
+        if not isinstance(value, str) or not value:
+            raise ValueError(f"prompt must be a non-empty string, got {value!r}")
+        value = [{"role": "user", "content": value}]
+    if isinstance(value, str | bytes | Mapping) or not isinstance(value, Sequence):
+        raise TypeError(f"messages must be a list of messages, got {value!r}")
+    for index, message in enumerate(value):
+        if not isinstance(message, Mapping):
+            raise TypeError(f"messages[{index}] must be a mapping, got {message!r}")
+    return tuple(
+        tokenizer.render_chat(value, thinking=options.thinking, effort=options.effort, **chat)
+    )
+
+
+def _token_ids(value: Any) -> tuple[int, ...]:
+    value = value.tolist() if isinstance(value, np.ndarray) else value
+    if isinstance(value, str | bytes) or not isinstance(value, Sequence) or not value:
+        raise ValueError(f"tokens must be a non-empty list of token ids, got {value!r}")
+    for token in value:
+        if isinstance(token, bool) or not isinstance(token, int | np.integer):
+            raise TypeError(f"tokens must be integers, got {token!r}")
+    return tuple(int(token) for token in value)
+
+
+def _check_tokens(request: Request, cfg: ModelConfig, max_length: int) -> None:
+    for name, ids in (
+        ("tokens", request.tokens),
+        ("stop_token_ids", request.options.stop_token_ids),
+    ):
+        for token in ids:
+            if not 0 <= token < cfg.vocab_size:
+                raise ValueError(f"{name} must lie in 0..{cfg.vocab_size - 1}, got {token}")
+    length, reply = len(request.tokens), request.options.max_tokens
+    if length + reply > max_length:
+        room = max_length - length
+        mend = f"lower max_tokens to {room}" if room > 0 else f"shorten it by {1 - room} or more"
+        raise ValueError(
+            f"the prompt has {length} tokens and max_tokens is {reply}: together {length + reply}, "
+            f"the model is loaded for max_length={max_length}; {mend}"
+        )
+
+
+# -- prompt files ----------------------------------------------------------------------------------
+
+
+def read_prompt_lines(name: str, lines: Iterable[str]) -> tuple[list[Mapping[str, Any]], list[str]]:
+    """The prompts of a JSON Lines file and the place `NAME:LINE` of each; blank lines are skipped.
+
+    Raises ValueError for a line that is not one JSON object, or when there is none at all.
+    """
+    prompts, places = [], []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            value = json.loads(line, object_pairs_hook=_once)
+        except ValueError as error:
+            raise ValueError(f"{name}:{number}: broken JSON: {error}") from None
+        if not isinstance(value, Mapping):
+            raise ValueError(
+                f'{name}:{number}: expected an object such as {{"prompt": "..."}}, got '
+                f"{type(value).__name__}"
+            )
+        prompts.append(value)
+        places.append(f"{name}:{number}")
+    if not prompts:
+        raise ValueError(f'{name} holds no prompts: write one object a line, {{"prompt": "..."}}')
+    return prompts, places
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object whose keys are all different; which of two values was meant cannot be known."""
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"key {next(k for k in keys if keys.count(k) > 1)!r} appears twice")
+    return found
