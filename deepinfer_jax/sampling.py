@@ -1,0 +1,482 @@
+"""From logits to tokens: temperature, truncation, keyed noise, choice, acceptance.
+
+Everything here is a pure function of one row: its logits, its request's parameters and seed, and
+the absolute index of the token to be produced. Batch, slot, padding and schedule are not inputs, so
+they cannot change a token (engine spec 1.3 and 1.7). Sums run over integers, so they have no order.
+Legend: T rows, V vocabulary, N drafts; any leading dimensions may stand for [T].
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from deepinfer_jax import numerics
+
+Array = jax.Array | np.ndarray
+
+# Below this temperature a row takes the most probable token (the published engine's threshold,
+# engine spec 1.7 "True greedy"; there it samples at this temperature instead).
+GREEDY_BELOW = 1e-5
+
+# Streams of the noise contract. Stream 0 decides tokens; the others belong to rejection mode.
+TOKEN, ACCEPT, RESIDUAL, DRAFT = range(4)
+
+_ID_BITS = 24
+_LIMB_BITS = 14
+_BLOCK = 128
+_ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
+_PARITY = np.uint32(0x1BD11BDA)
+_UNIT = np.float32(2.0**31)  # top-p counts probability in units of 2^-31
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True)
+class Sampling:
+    """Sampling parameters of T rows, one entry per row. Build and validate with `make_sampling`.
+
+    Attributes:
+        temperature: [T] float32, finite and >= 0; below `GREEDY_BELOW` the row is greedy.
+        top_p: [T] float32 in (0, 1]; 1 keeps everything.
+        top_k: [T] int32, -1 (all) or >= 1.
+        min_p: [T] float32 in [0, 1]; 0 keeps everything.
+        seed: [T, 2] uint32, the request's 64-bit seed as (low word, high word).
+    """
+
+    temperature: Array
+    top_p: Array
+    top_k: Array
+    min_p: Array
+    seed: Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True)
+class Sampled:
+    """What `sample` returns for T rows.
+
+    Attributes:
+        token: [T] int32.
+        logprob_raw: [T] float32, log-probability of `token` at temperature 1, without mask or
+            truncation: what a trainer recomputes.
+        logprob_processed: [T] float32, log-probability of `token` in the distribution it was drawn
+            from; 0.0 in greedy rows, whose distribution is a point mass.
+        kept_mass: [T] float32 in [0, 1], probability of the surviving set under the
+            temperature-scaled distribution before mask and truncation; exactly 1.0 where nothing
+            was removed, and in greedy rows.
+    """
+
+    token: jax.Array
+    logprob_raw: jax.Array
+    logprob_processed: jax.Array
+    kept_mass: jax.Array
+
+
+def make_sampling(
+    n: int,
+    temperature: float | Sequence[float] = 1.0,
+    top_p: float | Sequence[float] = 1.0,
+    top_k: int | Sequence[int] = -1,
+    min_p: float | Sequence[float] = 0.0,
+    *,
+    seeds: Sequence[int],
+) -> Sampling:
+    """Validated `Sampling` of `n` rows, as NumPy arrays (no device is touched).
+
+    A scalar serves every row. `seeds` has no default and no broadcast: rows that share a seed share
+    their noise, so every request and every member of a group needs its own (rows of *one* request,
+    as in verification, repeat it on purpose).
+
+    Raises:
+        ValueError: a value outside the range documented in `Sampling`, or a wrong length.
+        TypeError: a boolean, or a non-integer where an integer is needed.
+    """
+    heat = _per_row("temperature", temperature, n, np.float32)
+    _check("temperature", heat, (heat >= 0) & (heat < np.inf), "finite and >= 0 (0 is greedy)")
+    nucleus = _per_row("top_p", top_p, n, np.float32)
+    _check("top_p", nucleus, (nucleus > 0) & (nucleus <= 1), "in (0, 1] (1 keeps all)")
+    count = _per_row("top_k", top_k, n, np.int64)
+    _check("top_k", count, (count == -1) | ((count >= 1) & (count < 2**31)), "-1 (all) or >= 1")
+    floor = _per_row("min_p", min_p, n, np.float32)
+    _check("min_p", floor, (floor >= 0) & (floor <= 1), "in [0, 1] (0 keeps all)")
+    return Sampling(heat, nucleus, count.astype(np.int32), floor, seed_words(seeds, n))
+
+
+def seed_words(seeds: Sequence[int], n: int) -> np.ndarray:
+    """The `n` 64-bit `seeds` as [n, 2] uint32 words (low, high); errors as `make_sampling`."""
+    if len(seeds) != n:
+        raise ValueError(f"seeds needs one entry per row: expected {n}, got {len(seeds)}")
+    for row, seed in enumerate(seeds):
+        if isinstance(seed, bool) or not isinstance(seed, int | np.integer):
+            raise TypeError(f"seeds[{row}] must be an integer, got {seed!r}")
+        if not 0 <= seed < 2**64:
+            raise ValueError(
+                f"seeds[{row}] must be in [0, 2**64), got {seed}; mask it with & (2**64 - 1)"
+            )
+    words = [(int(seed) & 0xFFFFFFFF, int(seed) >> 32) for seed in seeds]
+    return np.array(words, np.uint32).reshape(n, 2)
+
+
+def _per_row(name: str, value: object, n: int, dtype: type) -> np.ndarray:
+    given = np.asarray(value)
+    kinds = "iu" if np.issubdtype(dtype, np.integer) else "iuf"
+    if given.dtype.kind not in kinds:
+        wanted = "integers" if kinds == "iu" else "numbers"
+        raise TypeError(f"{name} must be {wanted}, got {value!r} ({given.dtype})")
+    if given.shape not in ((), (n,)):
+        raise ValueError(f"{name} must be a scalar or have shape ({n},), got shape {given.shape}")
+    with np.errstate(over="ignore"):  # a float64 beyond float32 becomes inf and is then refused
+        return np.broadcast_to(given.astype(dtype), (n,))
+
+
+def _check(name: str, values: np.ndarray, valid: np.ndarray, wanted: str) -> None:
+    if not valid.all():
+        row = int(np.argmin(valid))
+        raise ValueError(f"{name} must be {wanted}, got {values[row]} in row {row}")
+
+
+def noise_words(
+    seed: Array, index: Array, token_ids: Array, stream: int = TOKEN
+) -> tuple[jax.Array, jax.Array]:
+    """Threefry-2x32-20 words (w0, w1) of the noise contract, each [..., V] uint32.
+
+    key = (seed low, seed high), counter = (index, stream * 2^24 + token id). Own rounds rather than
+    a key type of JAX: a counter per token id is what makes any subset of ids (a top-k list, a
+    vocabulary shard, a padded vocabulary) draw the same values.
+
+    Args:
+        seed: [..., 2] uint32.
+        index: [...] int32, absolute output index (prompt length + output count).
+        token_ids: [V] or [..., V] integer, below 2^24.
+        stream: which of the independent streams; a Python integer in [0, 256).
+    """
+    token_ids = jnp.asarray(token_ids).astype(jnp.uint32)
+    index = jnp.asarray(index).astype(jnp.uint32)
+    if token_ids.ndim == 1:
+        token_ids = token_ids.reshape((1,) * index.ndim + token_ids.shape)
+    low, high = seed[..., :1], seed[..., 1:]
+    key = (low, high, low ^ high ^ _PARITY)
+    x0 = index[..., None] + key[0]
+    x1 = (token_ids | np.uint32(stream << _ID_BITS)) + key[1]
+    for group in range(5):
+        for rotation in _ROTATIONS[group % 2]:
+            x0 = x0 + x1
+            x1 = (x1 << np.uint32(rotation)) | (x1 >> np.uint32(32 - rotation))
+            x1 = x1 ^ x0
+        x0 = x0 + key[(group + 1) % 3]
+        x1 = x1 + key[(group + 2) % 3] + np.uint32(group + 1)
+    return x0, x1
+
+
+def gumbel(seed: Array, index: Array, token_ids: Array, stream: int = TOKEN) -> jax.Array:
+    """Gumbel noise [..., V] float32 of the noise contract (engine spec 1.7); see `noise_words`.
+
+    The uniform has 64 bits and goes through log1p because the noise must be fine where the
+    exponential is small: that is what lets a token of probability 1e-8 win as often as it should.
+    Both scalings are by powers of two, hence exact. The result is pinned: a caller adds it, and a
+    last product inside `log` must not be contracted into that sum in some programs only.
+    """
+    w0, w1 = noise_words(seed, index, token_ids, stream)
+    uniform = w0.astype(jnp.float32) * np.float32(2.0**-32)
+    uniform = uniform + w1.astype(jnp.float32) * np.float32(2.0**-64)
+    uniform = jnp.clip(uniform, np.float32(2.0**-64), np.float32(1 - 2.0**-24))
+    return numerics.pin(-jnp.log(-jnp.log1p(-uniform)))
+
+
+@jax.custom_vjp
+def logsumexp(x: jax.Array) -> jax.Array:
+    """log sum exp [...] float32 over the last axis of `x` [..., V] float32; -inf adds nothing.
+
+    The sum is over integers (`_total`), so no order of summation exists: neither batch, padding,
+    vocabulary shards nor the compiler can change a bit, on any back end whose `exp` is a function
+    of its argument. On XLA:CPU that fails for log and exp of a bare vector of 3, 5, 6, 7, 11 or
+    13 to 15 entries (other bits than in any other length), hence the column shape.
+    """
+    top = jnp.max(x, axis=-1, keepdims=True)
+    top = jnp.where(jnp.isfinite(top), top, jnp.float32(0))
+    total = _total(jnp.exp(x - top))[..., None]
+    return (numerics.pin(jnp.log(total)) + top)[..., 0]
+
+
+def _logsumexp_forward(x: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    value = logsumexp(x)
+    return value, (x, value)
+
+
+def _logsumexp_backward(saved: tuple[jax.Array, jax.Array], g: jax.Array) -> tuple[jax.Array]:
+    x, value = saved
+    return (jnp.exp(x - value[..., None]) * g[..., None],)
+
+
+logsumexp.defvjp(_logsumexp_forward, _logsumexp_backward)
+
+
+def _total(weight: jax.Array) -> jax.Array:
+    """Sum [...] float32 of `weight` [..., V] in [0, 1], to V * 2^-42 before its final rounding.
+
+    Each weight is cut, without rounding, into three limbs of 14 bits; the limbs are added as
+    integers. The scalings are by powers of two, so every step but the last few is exact.
+    """
+    if weight.shape[-1] >= 1 << (32 - _LIMB_BITS):
+        raise ValueError(
+            f"V must be below {1 << (32 - _LIMB_BITS)} (sums are 32-bit), got {weight.shape[-1]}"
+        )
+    scale = np.float32(1 << _LIMB_BITS)
+    limbs = []
+    for _ in range(3):
+        scaled = weight * scale
+        whole = jnp.floor(scaled)
+        weight = scaled - whole
+        limbs.append(whole.astype(jnp.uint32))
+    total = jnp.zeros(weight.shape[:-1], jnp.float32)
+    for limb in reversed(_integer_sums(*limbs)):
+        total = (total + limb.astype(jnp.float32)) / scale
+    return total
+
+
+def _integer_sums(*terms: jax.Array) -> tuple[jax.Array, ...]:
+    """Sums [...] over the last axis of uint32 `terms`, each [..., V].
+
+    One reduction of several operands: XLA:CPU vectorises it, unlike several reductions of one.
+    """
+    return lax.reduce(
+        terms,
+        (jnp.uint32(0),) * len(terms),
+        lambda left, right: tuple(a + b for a, b in zip(left, right, strict=True)),
+        (terms[0].ndim - 1,),
+    )
+
+
+def logprob(logits: Array, token: Array) -> jax.Array:
+    """Log-probability of `token` [...] under `logits` [..., V], in float32.
+
+    Gather, cast, minus logsumexp: the three steps a trainer takes, in its order (log(softmax)
+    changes the last bit of about 3 % of the entries). The only log-prob formula of the package.
+    """
+    picked = jnp.take_along_axis(logits, token[..., None], axis=-1)[..., 0]
+    return picked.astype(jnp.float32) - logsumexp(logits.astype(jnp.float32))
+
+
+@jax.named_scope("transform")
+def transform(logits: Array, sampling: Sampling, mask: Array | None = None) -> jax.Array:
+    """Log-probabilities [T, V] float32 of what may be sampled, -inf outside (engine spec 1.3).
+
+    In this order: `mask`; temperature; then the intersection of min_p (probability at least
+    min_p times the largest), top_p (mass strictly before the token, in descending order with ties
+    by lower id, at most top_p) and top_k (first k of those); then log-softmax over the survivors.
+    The most probable token always survives. Greedy rows are a point mass, 0.0 at the largest logit
+    (lowest id among equals); -0.0 equals +0.0 throughout.
+
+    Args:
+        logits: [T, V], any float dtype; worked on in float32.
+        sampling: parameters of the T rows.
+        mask: [T, V] bool, True where a token is allowed; every row needs one allowed token.
+    """
+    _, survivors = _survivors(logits, sampling, mask)
+    return survivors - logsumexp(survivors)[..., None]
+
+
+@jax.named_scope("choose")
+def choose(logp: Array, seed: Array, index: Array) -> jax.Array:
+    """Sampled token [T] int32: the largest `logp` [T, V] + noise, lowest id among equals.
+
+    `seed` is [T, 2] uint32 and `index` [T] int32, the absolute output index. The target and the
+    draft of one index use the same noise (coupled speculation). Where every row has at most one
+    candidate, as in greedy decoding, no noise is drawn: it could not decide anything. The branch
+    also hands the noise over as a finished array, so that no compiler draws it twice.
+    """
+    if logp.shape[-1] > 1 << _ID_BITS:
+        raise ValueError(f"the noise contract counts 2**24 token ids, got V={logp.shape[-1]}")
+    race = jnp.any(jnp.count_nonzero(logp > -jnp.inf, axis=-1) > 1)
+    noise = lax.cond(
+        race,
+        lambda seed, index: gumbel(seed, index, jnp.arange(logp.shape[-1])),
+        lambda seed, index: jnp.zeros(logp.shape, jnp.float32),
+        seed,
+        index,
+    )
+    return first_largest(logp + noise)
+
+
+def first_largest(x: jax.Array) -> jax.Array:
+    """Id [...] int32 of the largest of `x` [..., V], the lowest among equals; -0.0 equals +0.0.
+
+    In two steps, block and place, because XLA:CPU vectorises a maximum and not an arg-max (3 to 10
+    times faster at V = 129280).
+    """
+    padding = [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % _BLOCK)]
+    blocks = jnp.pad(x, padding, constant_values=-jnp.inf)
+    blocks = blocks.reshape(*x.shape[:-1], -1, _BLOCK)
+    block = jnp.argmax(jnp.max(blocks, axis=-1), axis=-1)
+    inside = jnp.take_along_axis(blocks, block[..., None, None], axis=-2)[..., 0, :]
+    return (block * _BLOCK + jnp.argmax(inside, axis=-1)).astype(jnp.int32)
+
+
+@jax.named_scope("sample")
+def sample(logits: Array, sampling: Sampling, index: Array, mask: Array | None = None) -> Sampled:
+    """One token per row from `logits` [T, V], with its log-probabilities.
+
+    `transform` and `choose` in one pass; `index` [T] int32 is the absolute output index, `mask`
+    [T, V] bool as in `transform`. At temperature 1 without mask and truncation the two
+    log-probabilities are the same bits.
+    """
+    scaled, survivors = _survivors(logits, sampling, mask)
+    norm = logsumexp(survivors)
+    logp = survivors - norm[..., None]
+    token = choose(logp, sampling.seed, index)
+    whole = lax.cond(
+        jnp.any(_truncates(sampling)) if mask is None else True,
+        lambda scaled, norm: logsumexp(scaled),
+        lambda scaled, norm: norm,
+        scaled,
+        norm,
+    )
+    kept = jnp.minimum(jnp.exp((norm - whole)[..., None])[..., 0], 1.0)  # column: see logsumexp
+    return Sampled(
+        token=token,
+        logprob_raw=logprob(logits, token),
+        logprob_processed=jnp.take_along_axis(logp, token[..., None], axis=-1)[..., 0],
+        kept_mass=jnp.where(_greedy(sampling), 1.0, kept),
+    )
+
+
+def _greedy(sampling: Sampling) -> Array:
+    return sampling.temperature < np.float32(GREEDY_BELOW)
+
+
+def _truncates(sampling: Sampling) -> Array:
+    limited = (sampling.top_p < 1) | (sampling.top_k > 0) | (sampling.min_p > 0)
+    return limited & ~_greedy(sampling)
+
+
+def _survivors(
+    logits: Array, sampling: Sampling, mask: Array | None
+) -> tuple[jax.Array, jax.Array]:
+    """Temperature-scaled logits [T, V], and the same with -inf where a token was removed.
+
+    Multiplied by the reciprocal, not divided: the compiler makes that of a division by a broadcast
+    temperature in some programs and not in others.
+    """
+    logits = logits.astype(jnp.float32)
+    greedy = _greedy(sampling)
+    inverse = 1 / jnp.where(greedy, 1.0, sampling.temperature)
+    scaled = numerics.pin(logits * inverse[..., None])
+    allowed = scaled if mask is None else jnp.where(mask, scaled, -jnp.inf)
+    truncates = jnp.any(_truncates(sampling))
+    kept = lax.cond(truncates, _truncated, lambda x, _: x, allowed, sampling)
+    kept = lax.cond(jnp.any(greedy), _greedy_points, lambda x, _: x, kept, greedy)
+    return scaled, kept
+
+
+def _greedy_points(scaled: jax.Array, greedy: jax.Array) -> jax.Array:
+    """`scaled` [T, V]; in the rows marked `greedy` [T] -inf outside the first largest entry."""
+    best = first_largest(scaled)[..., None]
+    return jnp.where(greedy[..., None] & (_ids(scaled) != best), -jnp.inf, scaled)
+
+
+def _truncated(scaled: jax.Array, sampling: Sampling) -> jax.Array:
+    """`scaled` [T, V] with -inf outside the intersection of min_p, top_p and top_k.
+
+    Each limit keeps a prefix of the order (value descending, id ascending). Its end is found
+    without sorting, by bisection over the bits of the order; a step only counts tokens and adds
+    integer units of mass, so the outcome does not depend on any order of summation.
+    """
+    weight = jnp.exp(scaled - jnp.max(scaled, axis=-1, keepdims=True))
+    share = weight * (1 / _total(weight))[..., None]
+    units = jnp.floor(share * _UNIT).astype(jnp.uint32)
+    mass_limit = jnp.floor(sampling.top_p * _UNIT).astype(jnp.uint32)
+    no_limit = jnp.uint32(0xFFFFFFFF)
+    mass_limit = jnp.where(sampling.top_p < 1, mass_limit, no_limit)
+    count_limit = jnp.where(sampling.top_k > 0, sampling.top_k.astype(jnp.uint32), no_limit)
+
+    def spent(taken: jax.Array) -> jax.Array:
+        """Whether no token may follow once the set `taken` [T, V] is kept."""
+        ones, mine = taken.astype(jnp.uint32), jnp.where(taken, units, jnp.uint32(0))
+        count, mass = _integer_sums(ones, mine)
+        return (count >= count_limit) | (mass > mass_limit)
+
+    order, ids = _order(scaled), _ids(scaled).astype(jnp.uint32)
+    rows = scaled.shape[:-1]
+    edge = _last_true(lambda value: spent(order >= value[..., None]), 32, rows)[..., None]
+    above, tied = order > edge, order == edge
+    last = lax.cond(
+        jnp.any(jnp.count_nonzero(tied, axis=-1) > 1),
+        lambda: _last_true(
+            lambda end: ~spent(above | (tied & (ids < end[..., None]))), _ID_BITS, rows
+        ),
+        lambda: jnp.full(rows, no_limit),  # a lone token at the edge is kept
+    )
+    kept = above | (tied & (ids <= last[..., None]))
+    return jnp.where(kept & (weight >= sampling.min_p[..., None]), scaled, -jnp.inf)
+
+
+def _last_true(
+    test: Callable[[jax.Array], jax.Array], bits: int, shape: tuple[int, ...]
+) -> jax.Array:
+    """Per row the largest number below 2**bits that passes `test`; 0 if none does.
+
+    `test` maps [T] uint32 to [T] bool and must not turn true again after turning false.
+    """
+
+    def refine(step: jax.Array, found: jax.Array) -> jax.Array:
+        candidate = found | (jnp.uint32(1) << (bits - 1 - step).astype(jnp.uint32))
+        return jnp.where(test(candidate), candidate, found)
+
+    return lax.fori_loop(0, bits, refine, jnp.zeros(shape, jnp.uint32))
+
+
+def _order(x: jax.Array) -> jax.Array:
+    """float32 -> uint32 with the same order; -0.0 and +0.0 map to one value."""
+    bits = lax.bitcast_convert_type(jnp.where(x == 0, jnp.float32(0), x), jnp.uint32)
+    sign = jnp.uint32(0x80000000)
+    return jnp.where(bits >= sign, ~bits, bits | sign)
+
+
+def _ids(x: Array) -> jax.Array:
+    """Token ids, int32, in the shape of `x` [..., V]."""
+    return lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 1)
+
+
+def accepted(target: Array, draft: Array, length: Array | int) -> jax.Array:
+    """Number of accepted drafts [...] int32: how many of `draft` [..., N] lead with the target's.
+
+    Args:
+        target: [..., N] or [..., N + 1] int32, the target's own choice at each drafted index (and
+            at the fresh one, which judges nothing).
+        draft: [..., N] int32, drawn with the same noise.
+        length: [...] int32, drafts that were verified; later ones count as not accepted.
+    """
+    n = draft.shape[-1]
+    if target.shape[-1] not in (n, n + 1):
+        raise ValueError(
+            f"target must have N={n} or N+1={n + 1} entries per row for {n} drafts, "
+            f"got {target.shape[-1]}"
+        )
+    same = target[..., :n] == draft
+    verified = _ids(draft) < jnp.asarray(length)[..., None]
+    end = jnp.zeros((*draft.shape[:-1], 1), bool)
+    return jnp.argmin(jnp.concatenate([same & verified, end], axis=-1), axis=-1).astype(jnp.int32)
+
+
+def acceptance_probability(p: Array, q: Array) -> jax.Array:
+    """Probability [...] that target `p` and draft `q` [..., V] choose one token on shared noise.
+
+    sum_i 1 / sum_j max(p_j / p_i, q_j / q_i) over i with p_i, q_i > 0 (engine spec 1.7, property
+    4): between (1 - TV) / (1 + TV) and 1 - TV, with TV the total variation distance. The quantity
+    the confidence head estimates. In ascending order of p / q the inner maximum is q_j / q_i
+    before i and p_j / p_i from i on, which makes it O(V log V). Running sums count units of 2^-31,
+    so the result is good to V * 2^-31; no term exceeds min(p_i, q_i).
+    """
+    ratio = jnp.where(q > 0, p / jnp.where(q > 0, q, 1.0), jnp.inf)
+    by_ratio = jnp.argsort(ratio, axis=-1)
+    p, q, ratio = (jnp.take_along_axis(x, by_ratio, axis=-1) for x in (p, q, ratio))
+    p_units, q_units = (jnp.floor(x * _UNIT).astype(jnp.uint32) for x in (p, q))
+    from_here = jnp.cumsum(p_units[..., ::-1], axis=-1, dtype=jnp.uint32)[..., ::-1]
+    before = jnp.cumsum(q_units, axis=-1, dtype=jnp.uint32) - q_units
+    from_here, before = (x.astype(jnp.float32) / _UNIT for x in (from_here, before))
+    term = p / (from_here + numerics.pin(before * numerics.pin(ratio)))
+    least = jnp.minimum(p, q)
+    return numerics.row_sum(jnp.where(least > 0, jnp.minimum(term, least), 0.0))
