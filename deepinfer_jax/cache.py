@@ -1,8 +1,8 @@
 """The cache: everything a sequence carries between calls, as one pytree of slots.
 
 Nothing is rolled back. A slot's committed length decides what is real; rejected draft tokens leave
-entries at positions that are overwritten before anything can read them, because every ring has `slack`
-positions more than its reader needs (model spec 14).
+entries at positions that are overwritten before anything can read them, because every ring has
+`slack` positions more than its reader needs (model spec 14).
 """
 
 from __future__ import annotations
@@ -112,11 +112,13 @@ def cache_shapes(
     most = max(cfg.ratios, default=1)
     pooled = sum(1 for s in cfg.kv_source_layer_ids if cfg.compress_ratios[s] > 1)
 
-    def array(lead: tuple[int, ...], codec: Codec) -> jax.ShapeDtypeStruct:
-        last, dtype = codec.item
-        return jax.ShapeDtypeStruct((*lead, last), dtype)
+    shaped: Any = jax.ShapeDtypeStruct
 
-    def entries(codec: Codec) -> tuple[jax.ShapeDtypeStruct, ...]:
+    def array(lead: tuple[int, ...], codec: Codec) -> Any:
+        last, dtype = codec.item
+        return shaped((*lead, last), dtype)
+
+    def entries(codec: Codec) -> tuple[Any, ...]:
         return tuple(
             array((len(cfg.kv_sources(m)), slots, -(-capacity // m)), codec) for m in cfg.ratios
         )
@@ -127,11 +129,9 @@ def cache_shapes(
         draft=array((cfg.num_nextn_predict_layers, slots, ring), window),
         kv=entries(main_codec(cfg, numerics)),
         keys=entries(index_codec(cfg, numerics)),
-        pending=jax.ShapeDtypeStruct(
-            (pooled, slots, most - 1 + slack, 2, cfg.head_dim), jnp.float32
-        ),
-        history=jax.ShapeDtypeStruct((slots, cfg.engram_lookback + slack), jnp.int32),
-        lengths=jax.ShapeDtypeStruct((slots,), jnp.int32),
+        pending=shaped((pooled, slots, most - 1 + slack, 2, cfg.head_dim), jnp.float32),
+        history=shaped((slots, cfg.engram_lookback + slack), jnp.int32),
+        lengths=shaped((slots,), jnp.int32),
     )
 
 

@@ -1,7 +1,7 @@
 """The one module where floating-point sums happen, each in an order fixed by the model.
 
-A row of any result is a function of that row's operands alone: never of the number of rows, their order,
-padding, neighbours, or of the program around it. On CPU that needs four rules:
+A row of any result is a function of that row's operands alone: never of the number of rows, their
+order, padding, neighbours, or of the program around it. On CPU that needs four rules:
 
 - a dot runs on tiles of a fixed number of rows (never on one row, never on all of them at once);
 - a row sum uses a reducer that the compiler does not recognise, in fixed lanes;
@@ -9,8 +9,8 @@ padding, neighbours, or of the program around it. On CPU that needs four rules:
   multiply-add in one program and not in another;
 - roundings to bfloat16 are explicit.
 
-`rows="batched"` trades the promise for plain XLA operations; `rows="dense"` goes further and works on
-whole sequences at once, with masks instead of gathers (training on accelerators).
+`rows="batched"` trades the promise for plain XLA operations; `rows="dense"` goes further and works
+on whole sequences at once, with masks instead of gathers (training on accelerators).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import dataclasses
 import functools
 import hashlib
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import jax
 import jax.numpy as jnp
@@ -41,7 +41,8 @@ class Numerics:
     quantize_kv           quantized window KV, compressed KV, index keys and queries
     index_rounding        "once": index scores accumulate in float32 and round to bfloat16 once;
                           "reference": the published reference's three roundings
-    rows                  "tiled": the invariant forms; "batched": plain XLA, no promise; "dense": the
+    rows                  "tiled": the invariant forms; "batched": plain XLA, no promise; "dense":
+    the
                           same, for calls without a cache whose rows are sequences of equal length
     row_tile              rows per dot below `long_rows` rows, and `long_row_tile` from there on
     index_block           index keys scored at once
@@ -201,16 +202,20 @@ def _contract(x: jax.Array, w: jax.Array) -> jax.Array:
     )  # fmt: skip
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def dot(x: jax.Array, w: jax.Array, numerics: Numerics) -> jax.Array:
     """x [T, K] times w [N, K] of the same dtype -> float32 [T, N]; rows are independent."""
+    return cast(jax.Array, _dot(x, w, numerics))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _dot(x, w, numerics):
     if numerics.rows != "tiled":
         return _contract(x, w)
     return _in_tiles(lambda part: _contract(part, w), x, numerics)
 
 
 def _dot_forward(x, w, numerics):
-    return dot(x, w, numerics), (x, w)
+    return _dot(x, w, numerics), (x, w)
 
 
 def _dot_backward(numerics, saved, g):
@@ -222,7 +227,7 @@ def _dot_backward(numerics, saved, g):
     return gx.astype(x.dtype), gw.astype(w.dtype)
 
 
-dot.defvjp(_dot_forward, _dot_backward)
+_dot.defvjp(_dot_forward, _dot_backward)
 
 
 def _contract_groups(x: jax.Array, w: jax.Array) -> jax.Array:
@@ -234,16 +239,20 @@ def _contract_groups(x: jax.Array, w: jax.Array) -> jax.Array:
     return y.transpose(1, 0, 2)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def group_dot(x: jax.Array, w: jax.Array, numerics: Numerics) -> jax.Array:
     """x [T, G, K] times w [G, N, K], group by group -> float32 [T, G, N]; rows are independent."""
+    return cast(jax.Array, _group_dot(x, w, numerics))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _group_dot(x, w, numerics):
     if numerics.rows != "tiled":
         return _contract_groups(x, w)
     return _in_tiles(lambda part: _contract_groups(part, w), x, numerics)
 
 
 def _group_dot_forward(x, w, numerics):
-    return group_dot(x, w, numerics), (x, w)
+    return _group_dot(x, w, numerics), (x, w)
 
 
 def _group_dot_backward(numerics, saved, g):
@@ -253,15 +262,20 @@ def _group_dot_backward(numerics, saved, g):
     return pull(g)
 
 
-group_dot.defvjp(_group_dot_forward, _group_dot_backward)
+_group_dot.defvjp(_group_dot_forward, _group_dot_backward)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def einsum(spec: str, x: jax.Array, w: jax.Array) -> jax.Array:
     """Product of two arrays of one dtype, accumulated in float32; for `rows="dense"` only.
 
-    The backward pass rounds the incoming gradient to the operands' dtype, as training in bfloat16 does.
+    The backward pass rounds the incoming gradient to the operands' dtype, as training in bfloat16
+    does.
     """
+    return cast(jax.Array, _einsum_trained(spec, x, w))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _einsum_trained(spec, x, w):
     return _einsum(spec, x, w)
 
 
@@ -291,14 +305,14 @@ def _einsum_backward(spec, saved, g):
     return gx.astype(x.dtype), gw.astype(w.dtype)
 
 
-einsum.defvjp(_einsum_forward, _einsum_backward)
+_einsum_trained.defvjp(_einsum_forward, _einsum_backward)
 
 
 def map_rows(f: Callable, rows: Any, shared: Any, numerics: Numerics) -> Any:
     """f(row, shared) for every leading index of the tree `rows`; f sees no other row.
 
-    Tiled: one row after another through one compiled body. Batched: `vmap`. Gradients always take the
-    batched form, since only the forward pass owes its bits to anyone.
+    Tiled: one row after another through one compiled body. Batched: `vmap`. Gradients always take
+    the batched form, since only the forward pass owes its bits to anyone.
     """
     if numerics.rows != "tiled":
         return jax.vmap(f, in_axes=(0, None))(rows, shared)
@@ -355,8 +369,9 @@ def map_experts(
 ) -> jax.Array:
     """f(rows of one expert [tile, ...], expert id, shared) for rows grouped by `ids` [M].
 
-    Rows are sorted by expert (stable), each expert's rows padded to whole tiles; a row sees neither how
-    many rows its expert has nor which. No capacity, nothing is dropped. Returns [M, ...] in row order.
+    Rows are sorted by expert (stable), each expert's rows padded to whole tiles; a row sees neither
+    how many rows its expert has nor which. No capacity, nothing is dropped. Returns [M, ...] in row
+    order.
     """
     m = ids.shape[0]
     if numerics.rows != "tiled":
@@ -374,7 +389,7 @@ def map_experts(
     if numerics.rows != "tiled":
         y = jax.vmap(f, in_axes=(0, 0, None))(parts, tiles.expert, shared)
     else:
-        y = _map_tiles(f, parts, tiles.expert, tiles.used, shared)
+        y = cast(jax.Array, _map_tiles(f, parts, tiles.expert, tiles.used, shared))
     return y.reshape(n * tile, *y.shape[2:])[tiles.slot]
 
 
@@ -410,14 +425,14 @@ _map_tiles.defvjp(_map_tiles_forward, _map_tiles_backward)
 def linear(x: jax.Array, weight: Any, numerics: Numerics, quantized: bool = False) -> jax.Array:
     """x [T, K] through a weight leaf [N, K], rounded once to the activation dtype.
 
-    `quantized`: the release stores this weight in FP8 or FP4, so its input is quantized to FP8 first
-    (`lin8`, `lin4` of model spec 6.4); otherwise `lin16`.
+    `quantized`: the release stores this weight in FP8 or FP4, so its input is quantized to FP8
+    first (`lin8`, `lin4` of model spec 6.4); otherwise `lin16`.
     """
     return round_to(linear_f32(x, weight, numerics, quantized), numerics.dtype)
 
 
 def linear_f32(x: jax.Array, weight: Any, numerics: Numerics, quantized: bool = False) -> jax.Array:
-    """`linear` without the final rounding: float32 [T, N] (`lin32` on values exact in the dtype)."""
+    """`linear` without the final rounding: float32 [T, N]."""
     if quantized and numerics.quantize_activations:
         x = quant.qdq_fp8(x)
     dtype = jnp.dtype(numerics.dtype)
@@ -451,8 +466,8 @@ def index_scores(
 ) -> jax.Array:
     """Index scores of one query row: sum over heads of relu(q.k) * weight (model spec 8.4).
 
-    q [H, K], head_weight [H], keys [N, K] -> float32 [N], holding bfloat16 values unless the numerics
-    are float32.
+    q [H, K], head_weight [H], keys [N, K] -> float32 [N], holding bfloat16 values unless the
+    numerics are float32.
     """
     s = _contract(q, keys)
     weight = head_weight.astype(jnp.float32)[:, None]
@@ -467,6 +482,6 @@ def index_scores(
 
 
 def top_k(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
-    """Largest k of the last axis, best first, in a total order: value, then lower index; -0 == +0."""
+    """Largest k of the last axis in a total order: value, then lower index; -0 equals +0."""
     values, ids = lax.top_k(x + np.float32(0), k)
     return lax.optimization_barrier((values, ids))

@@ -100,7 +100,7 @@ def dequantize(weight: Quantized, dtype: Any = jnp.bfloat16) -> jax.Array:
 
 
 def pow2ceil(a: jax.Array) -> jax.Array:
-    """Smallest power of two >= a, for positive normal float32, computed on bits (model spec 6.1)."""
+    """Smallest power of two >= a, for positive normal float32, on bits (model spec 6.1)."""
     bits = lax.bitcast_convert_type(a.astype(jnp.float32), jnp.uint32)
     return lax.bitcast_convert_type((bits + 0x7FFFFF) & np.uint32(0xFF800000), jnp.float32)
 
@@ -130,7 +130,7 @@ def _round_e2m1(value: jax.Array) -> jax.Array:
 
 
 def encode_e2m1(value: jax.Array) -> jax.Array:
-    """float32 inside [-6, 6] -> nibbles; ties go to the even code, the sign of zero is kept (6.3)."""
+    """float32 inside [-6, 6] -> nibbles; ties to the even code, the sign of zero is kept (6.3)."""
     bits = lax.bitcast_convert_type(_round_e2m1(value), jnp.uint32)
     # Exponent and first mantissa bit count the codes from 1.0 (code 2) on; 0.5 is code 1.
     steps = (bits & np.uint32(0x7FFFFFFF)) >> 22

@@ -1,7 +1,7 @@
 """Rows: the tokens one call works on, flat, whatever they are for.
 
-A row is one token of one slot at one absolute position. Rows of a slot are contiguous and ascending in
-position; how many each slot has is free. A whole prompt, a chunk of one, single decode steps and
+A row is one token of one slot at one absolute position. Rows of a slot are contiguous and ascending
+in position; how many each slot has is free. A whole prompt, a chunk of one, single decode steps and
 verification runs of different lengths are all just rows.
 """
 
@@ -52,7 +52,7 @@ def text_rows(tokens: jax.Array, slots: jax.Array, positions: jax.Array) -> Rows
 
 
 def batch_rows(tokens: jax.Array, lengths: jax.Array, start: jax.Array | None = None) -> Rows:
-    """Rows of a right-padded batch: tokens [B, S], row b holding lengths[b] tokens from start[b]."""
+    """Rows of a right-padded batch tokens [B, S]: lengths[b] tokens of row b from start[b]."""
     tokens = jnp.asarray(tokens, jnp.int32)
     b, s = tokens.shape
     offset = jnp.arange(s, dtype=jnp.int32)[None, :]

@@ -1,8 +1,8 @@
 """The transitions: state in, state out. Everything that generates or scores is made of these.
 
 `prefill` and `decode` advance sequences and sample; `decode_many` keeps a batch on the device for
-several steps; `score` recomputes log-probabilities without a cache, for trainers. All are pure, take
-arrays as arguments and can be jitted with `cfg`, `numerics` and the other keywords static.
+several steps; `score` recomputes log-probabilities without a cache, for trainers. All are pure,
+take arrays as arguments and can be jitted with `cfg`, `numerics` and the other keywords static.
 """
 
 from __future__ import annotations
@@ -33,12 +33,13 @@ def extend(
     *, replay: Replay = OFF, prompt_lengths: jax.Array | None = None,
 ) -> tuple[Hidden, Cache]:  # fmt: skip
     """Run `rows` through the backbone and store the drafter's context; lengths stay as they are."""
-    hidden, cache = forward(
+    hidden, after = forward(
         params, tables, rows, cache, cfg, numerics, replay=replay, prompt_lengths=prompt_lengths
     )
+    assert after is not None  # a cache went in
     if cfg.num_nextn_predict_layers:
-        cache = draft.store_context(params, tables, hidden, cache, cfg, numerics)
-    return hidden, cache
+        after = draft.store_context(params, tables, hidden, after, cfg, numerics)
+    return hidden, after
 
 
 def prefill(
@@ -52,9 +53,9 @@ def prefill(
       sampling: parameters of the B slots.
 
     Returns:
-      (Sampled of [B], cache). The sample of a slot is that of its last row here, to be used when the
-      row is the prompt's last; slots without rows give an arbitrary sample. `cache.lengths` becomes
-      the end of each slot's rows.
+      (Sampled of [B], cache). The sample of a slot is that of its last row here, to be used when
+      the row is the prompt's last; slots without rows give an arbitrary sample. `cache.lengths`
+      becomes the end of each slot's rows.
     """
     hidden, cache = extend(
         params, tables, rows, cache, cfg, numerics, replay=replay, prompt_lengths=prompt_lengths
@@ -82,8 +83,8 @@ def decode(
 ) -> tuple[Sampled, Cache]:  # fmt: skip
     """Feed one token per slot and sample the next.
 
-    tokens [B]: the newest token of each slot, not yet in the cache; active [B] bool: slots that take
-    part, the others are left as they are and sample something arbitrary.
+    tokens [B]: the newest token of each slot, not yet in the cache; active [B] bool: slots that
+    take part, the others are left as they are and sample something arbitrary.
     """
     slots = jnp.where(active, jnp.arange(cache.slots, dtype=jnp.int32), -1)
     positions = jnp.where(active, cache.lengths, 0)
@@ -116,8 +117,8 @@ def decode_many(
 ) -> tuple[Sampled, jax.Array, Running, Cache]:  # fmt: skip
     """`steps` decode steps without returning to the host.
 
-    Returns (Sampled of [steps, B], emitted [steps, B] bool, running, cache). A slot stops after a stop
-    token or when nothing is left; what it samples afterwards is marked not emitted.
+    Returns (Sampled of [steps, B], emitted [steps, B] bool, running, cache). A slot stops after a
+    stop token or when nothing is left; what it samples afterwards is marked not emitted.
     """
 
     def step(carry, _):
@@ -154,7 +155,7 @@ def score(
     params: Any, tables: Tables, tokens: jax.Array, lengths: jax.Array, cfg: ModelConfig,
     numerics: Numerics, *, remat: bool = False,
 ) -> Scores:  # fmt: skip
-    """Log-probabilities of given tokens [B, S] (right-padded, lengths [B]): what the sampler computed.
+    """Log-probabilities of tokens [B, S] (right-padded, lengths [B]): what the sampler saw.
 
     No cache; differentiable in `params` when they are plain floats. The values are the sampler's
     `logprob_raw` in every bit, whatever the batch, the padding and the prefill and decode schedule.

@@ -1,8 +1,9 @@
-"""Constant arrays that a model needs beside its weights: rotation tables and the Engram token map."""
+"""Constant arrays beside the weights: rotation tables and the Engram token map."""
 
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,8 @@ import numpy as np
 
 from deepinfer_jax.config import ModelConfig
 
-# Exact float32 bit patterns of the released frequencies (model spec 22): libraries differ in the last
+# Exact float32 bit patterns of the released frequencies (model spec 22): libraries differ in the
+# last
 # bits of the powers, and one unit moves the angle of a far token by up to 0.06 rad.
 _BASE_BITS = """
 3f800000 3f3ff911 3f0ff59a 3ed7e89b 3ea1e89b 3e72d423 3e361887 3e088d77 3dcccccd 3d99940d 3d6655c2
@@ -25,7 +27,7 @@ _YARN_BITS = """
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Rotation:
-    """cos and sin of position x frequency: float32 [N, R/2] each, N positions, R rotated features."""
+    """cos and sin of position x frequency: float32 [N, R/2], N positions, R features."""
 
     cos: jax.Array
     sin: jax.Array
@@ -82,7 +84,7 @@ def _powers(theta: float, width: int) -> np.ndarray:
 
 
 def rotation(frequency: np.ndarray, length: int) -> Rotation:
-    """cos and sin in float64 of the float32 angle, rounded to float32: no device range reduction."""
+    """float64 cos and sin of the float32 angle, rounded once: no range reduction on a device."""
     angle = np.arange(length, dtype=np.float32)[:, None] * frequency[None, :]
     wide = angle.astype(np.float64)
     return Rotation(
@@ -93,7 +95,8 @@ def rotation(frequency: np.ndarray, length: int) -> Rotation:
 def make_tables(cfg: ModelConfig, token_map: np.ndarray | None, length: int) -> Tables:
     """Tables for positions below `length`; `token_map` is the compressed id of every token id.
 
-    Raises ValueError when the map does not fit the config: the hashes of every Engram row depend on it.
+    Raises ValueError when the map does not fit the config: the hashes of every Engram row depend on
+    it.
     """
     if length < 1 or length > cfg.max_position_embeddings:
         raise ValueError(
@@ -128,6 +131,6 @@ def make_tables(cfg: ModelConfig, token_map: np.ndarray | None, length: int) -> 
 
 def table_shapes(cfg: ModelConfig, length: int) -> Tables:
     """The shapes of `make_tables`, for ahead-of-time compilation."""
-    half = jax.ShapeDtypeStruct((length, cfg.qk_rope_head_dim // 2), jnp.float32)
-    token_map = jax.ShapeDtypeStruct((cfg.vocab_size,), jnp.int32)
+    half: Any = jax.ShapeDtypeStruct((length, cfg.qk_rope_head_dim // 2), jnp.float32)
+    token_map: Any = jax.ShapeDtypeStruct((cfg.vocab_size,), jnp.int32)
     return Tables(Rotation(half, half), Rotation(half, half), token_map)

@@ -1,7 +1,8 @@
 """CSA2 attention: queries, window KV, sparse attention over window and selected entries, output.
 
 Model spec 8. Every query attends over a fixed number of slots in ascending position: the window
-right-aligned, then the selected compressed entries; empty slots are masked and contribute exact zeros.
+right-aligned, then the selected compressed entries; empty slots are masked and contribute exact
+zeros.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def window_kv(
 def output(
     p: Any, o: jax.Array, angle: Rotation, cfg: ModelConfig, numerics: Numerics
 ) -> jax.Array:
-    """Attention output o [T, H, Hd], rotated back, through the grouped low-rank projection (8.8)."""
+    """Attention output o [T, H, Hd] rotated back and through the grouped projection (8.8)."""
     o = rope.rotate(nx.round_to(o, numerics.dtype), angle, inverse=True)
     groups, rank = cfg.o_groups, cfg.o_lora_rank
     wo_a = nx.float_weight(p["wo_a"], numerics.dtype).reshape(groups, rank, -1)
@@ -86,7 +87,8 @@ def window_keys(
 ) -> jax.Array:
     """Window vectors of one slot at positions `wanted` [n] -> [n, Hd].
 
-    Rows of this call come from `new` [T, Hd], older positions from the ring as it was before the call.
+    Rows of this call come from `new` [T, Hd], older positions from the ring as it was before the
+    call.
     """
     inside, row = row_of(spans, slot, wanted)
     keys = new[row]
@@ -108,8 +110,8 @@ def store_window(ring: Ring, new: jax.Array, rows: Rows, spans: Spans, codec: Co
 class Entries:
     """Compressed vectors of one kv source, stored or made by this call.
 
-    Stored: data [sources, B, N/m, w] with `source` the index. Of this call (no cache): data [T, width],
-    the entry of a group standing at the row of its last token, `source` None.
+    Stored: data [sources, B, N/m, w] with `source` the index. Of this call (no cache): data [T,
+    width], the entry of a group standing at the row of its last token, `source` None.
     """
 
     data: jax.Array
@@ -133,7 +135,7 @@ def read_entries(
 
 @dataclasses.dataclass(frozen=True)
 class Reach:
-    """Static facts of one layer's attention: window width, ratio m, codecs, scale, most rows of a slot."""
+    """Static facts of one layer's attention; `length`: most rows of a slot, without a cache."""
 
     window: int
     ratio: int
@@ -166,8 +168,8 @@ def attend(
 ) -> jax.Array:  # fmt: skip
     """Sparse attention of all rows: q [T, H, Hd] -> float32 [T, H, Hd] (model spec 8.7).
 
-    selected [T, S] entry ids ascending, -1 padded; floor [T]: the first window position a row may see
-    (a position beyond the row's own leaves its window empty, as padding rows need).
+    selected [T, S] entry ids ascending, -1 padded; floor [T]: the first window position a row may
+    see (a position beyond the row's own leaves its window empty, as padding rows need).
     """
     if numerics.rows == "dense":
         return _attend_sequences(q, new, entries, selected, floor, sink, reach)

@@ -1,8 +1,8 @@
-"""One backbone block: Engram write, tap, compressed KV, attention and MoE sub-layers (model spec 7.2, 7.3).
+"""One backbone block: Engram, tap, compressed KV, attention, MoE (model spec 7.2, 7.3).
 
 `Call` is what all blocks of one forward share, `Stream` what flows through them. A block is `enter`
-(everything that needs all rows) followed by `attention_part` and `moe_part`; between the two a prefill may
-drop rows at the decoder boundary.
+(everything that needs all rows) followed by `attention_part` and `moe_part`; between the two a
+prefill may drop rows at the decoder boundary.
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ from deepinfer_jax.tables import Rotation, Tables
 class Call:
     """What every block of one forward reads. Arrays here are read, never changed.
 
-    lookback [T, max_ngram]: compressed ids for the Engram hashes. floor and decoder_floor [T]: the first
-    window position a row may see in encoder and decoder layers (FAR for padding). length: most tokens
-    of one slot, where there is no cache. origin [T]: row numbers of the forward's own rows, or None.
+    lookback [T, max_ngram]: compressed ids for the Engram hashes. floor and decoder_floor [T]: the
+    first window position a row may see in encoder and decoder layers (FAR for padding). length:
+    most tokens of one slot, where there is no cache. origin [T]: row numbers of the forward's own
+    rows, or None.
     """
 
     params: Any
@@ -55,9 +56,9 @@ class Call:
 class Stream:
     """What flows from block to block.
 
-    x [T, C, D] residual streams; pre [T, C] collapse weights of the next sub-layer; selected [T, K] and
-    candidates [T, b]: newest index lists; taps [n, T, D]; routed [L, T, k]; latest: this call's newest
-    compressed KV and index keys ([T, Hd], [T, K]) where there is no cache.
+    x [T, C, D] residual streams; pre [T, C] collapse weights of the next sub-layer; selected [T, K]
+    and candidates [T, b]: newest index lists; taps [n, T, D]; routed [L, T, k]; latest: this call's
+    newest compressed KV and index keys ([T, Hd], [T, K]) where there is no cache.
     """
 
     x: jax.Array
@@ -75,8 +76,9 @@ class Stream:
 class Record:
     """What one block did, for inspection.
 
-    entered [T, C, D]: streams after Engram; normed [T, D]: the attention sub-layer's input; attention
-    and moe [T, D]: the sub-layers' outputs before they are written back; route: experts and weights.
+    entered [T, C, D]: streams after Engram; normed [T, D]: the attention sub-layer's input;
+    attention and moe [T, D]: the sub-layers' outputs before they are written back; route: experts
+    and weights.
     """
 
     entered: jax.Array
@@ -297,7 +299,8 @@ def moe_sublayer(
 ) -> tuple[jax.Array, jax.Array, jax.Array, moe.Route]:  # fmt: skip
     """The MoE sub-layer of any block, backbone or draft, on streams x [T, C, D].
 
-    Returns (streams, collapse weights of the next sub-layer, the sub-layer's output [T, D], routing).
+    Returns (streams, collapse weights of the next sub-layer, the sub-layer's output [T, D],
+    routing).
     """
     mixed = hyper.mix(p["hc_ffn"], x, cfg, numerics)
     h = hyper.normed(p["ffn_norm"], pre, x, cfg, numerics)

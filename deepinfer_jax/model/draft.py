@@ -1,9 +1,9 @@
 """DSpark: the block drafter (model spec 11).
 
-One pass of a few window-only blocks over [anchor, noise, noise, ...] proposes the next tokens; a Markov
-head chains them left to right, a confidence head estimates how likely each is to be accepted. Drafts are
-drawn with the noise of the absolute position that the target itself will use, so that target and draft
-agree as often as coupled sampling allows (engine spec 1.7).
+One pass of a few window-only blocks over [anchor, noise, noise, ...] proposes the next tokens; a
+Markov head chains them left to right, a confidence head estimates how likely each is to be
+accepted. Drafts are drawn with the noise of the absolute position that the target itself will use,
+so that target and draft agree as often as coupled sampling allows (engine spec 1.7).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from deepinfer_jax import numerics as nx
 from deepinfer_jax import rows as row_sets
 from deepinfer_jax.cache import Cache, Codec
 from deepinfer_jax.config import ModelConfig
-from deepinfer_jax.model import attention, head, hyper, rope
+from deepinfer_jax.model import attention, head, hyper, rope, sequences
 from deepinfer_jax.model.attention import Ring
 from deepinfer_jax.model.block import at_layer, block_params, moe_sublayer
 from deepinfer_jax.model.forward import Hidden
@@ -215,7 +215,8 @@ def run_blocks(
     pre = hyper.first_pre(rows.slots.shape[0], cfg.hc_mult)
 
     def step(carry, layer):
-        x, pre, routed = _block(scene, *carry, layer)
+        x, pre = carry
+        x, pre, routed = _block(scene, x, pre, layer)
         return (x, pre), (x, routed)
 
     layers = jnp.arange(cfg.num_nextn_predict_layers, dtype=jnp.int32)
@@ -237,7 +238,8 @@ def draft(
     """Propose `size` tokens (default: the block size) after each anchor.
 
     Args:
-      slots [B], positions [B], anchors [B]: the newest token of each slot and where it stands; its own
+      slots [B], positions [B], anchors [B]: the newest token of each slot and where it stands; its
+      own
         KV is not needed, the context of all positions before it is (`store_context`).
       pick: (logits [B, V], absolute position [B]) -> tokens [B], the target's own sampling rule.
     """

@@ -1,6 +1,7 @@
-"""Engram: n-gram memory read by hashing and written into the streams through a gate (model spec 10).
+"""Engram: n-gram memory, read by hashing, written through a gate (model spec 10).
 
-Hashes are exact 64-bit integers kept as two uint32 words, so nothing needs 64-bit types on the device.
+Hashes are exact 64-bit integers kept as two uint32 words, so nothing needs 64-bit types on the
+device.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def _is_prime(n: int) -> bool:
 
 @functools.lru_cache(maxsize=16)
 def hash_constants(cfg: ModelConfig) -> tuple[HashConstants, ...]:
-    """Primes and multipliers of every Engram layer (model spec 10.2), checked against the table sizes.
+    """Primes and multipliers of every Engram layer (model spec 10.2), checked for size.
 
     Raises ValueError where a table has fewer rows than its primes need, or a size does not fit the
     integer arithmetic (compressed vocabulary up to 2^17, primes below 2^24).
@@ -69,7 +70,7 @@ def hash_constants(cfg: ModelConfig) -> tuple[HashConstants, ...]:
 
 
 def _next_primes(cfg: ModelConfig, seen: set[int]) -> tuple[int, ...]:
-    """The next `engram_n_heads` primes from engram_vocab_size on that no order or layer has used."""
+    """The next `engram_n_heads` primes from engram_vocab_size on that nothing has used."""
     found: list[int] = []
     cursor = cfg.engram_vocab_size - 1
     while len(found) < cfg.engram_n_heads:
@@ -195,7 +196,7 @@ def write(
     p: Any, index: jax.Array, streams: jax.Array, dead: jax.Array, cfg: ModelConfig,
     numerics: Numerics,
 ) -> jax.Array:  # fmt: skip
-    """Streams [T, C, D] with the memory of table rows `index` [T, columns] added; dead rows unchanged."""
+    """Streams [T, C, D] plus the memory of table rows `index` [T, columns]; dead rows as is."""
     e = read_table(p["embed"], index, numerics)
     kv = nx.linear(e, p["wkv"], numerics, cfg.quantized)
     c, d = cfg.hc_mult, cfg.hidden_size

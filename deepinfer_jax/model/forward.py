@@ -1,14 +1,14 @@
-"""`forward`: rows in, hidden states and cache out. The same function prefills, decodes, verifies, trains.
+"""`forward`: rows in, hidden states and cache out; for prefill, decode, verification, training.
 
-Model spec 7, 16, 17. The head is separate (`head.logits`), so that only rows whose logits matter pay for
-them.
+Model spec 7, 16, 17. The head is separate (`head.logits`), so that only rows whose logits matter
+pay for them.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import jax
 import jax.numpy as jnp
@@ -31,8 +31,9 @@ from deepinfer_jax.tables import Tables
 class Replay:
     """How much of a prompt the decoder half sees (model spec 16); part of the numerics of a run.
 
-    off: all of it. mask: every row runs, but decoder windows start at P - keep. compact: rows before
-    P - keep stop at the decoder boundary; the results of the rows kept equal those of `mask`.
+    off: all of it. mask: every row runs, but decoder windows start at P - keep. compact: rows
+    before P - keep stop at the decoder boundary; the results of the rows kept equal those of
+    `mask`.
     """
 
     mode: Literal["off", "mask", "compact"] = "off"
@@ -69,7 +70,9 @@ def check_replay(replay: Replay, cfg: ModelConfig, slack: int) -> None:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Hidden:
-    """output [T, D]: normed input of the head. taps [n, T, D]: DSpark features. routed [L, rows, k]:
+    """What a forward gives.
+
+    output [T, D]: normed input of the head. taps [n, T, D]: DSpark features. routed [L, rows, k]:
     experts of every row of the call, best first (-1 where a row did not run). rows: the rows of
     `output` and `taps`; fewer than the call's after a compact replay.
     """
@@ -171,11 +174,12 @@ def _run_unit(call: Call, unit: Unit, s: Stream, remat: bool) -> Stream:
     if unit.repeat == 1:
         return copy(unit.first, s)
     starts = unit.first + unit.size * np.arange(unit.repeat, dtype=np.int32)
-    return lax.scan(lambda s, first: (copy(first, s), None), s, jnp.asarray(starts))[0]
+    looped, _ = lax.scan(lambda s, first: (copy(first, s), None), s, jnp.asarray(starts))
+    return cast(Stream, looped)
 
 
 def _compact(call: Call, s: Stream, kept: int) -> tuple[Call, Stream]:
-    """Keep the rows that the decoder must run, at most `kept`, in order; the rest becomes padding."""
+    """Keep the rows that the decoder must run, at most `kept`, in order."""
     wanted = call.rows.real & (call.rows.positions >= call.decoder_floor)
     t = wanted.shape[0]
     number = jnp.arange(t, dtype=jnp.int32)
@@ -214,7 +218,8 @@ def forward(
 
     Args:
       params: the tree of `params.abstract(cfg)`; weights stored or plain floats.
-      rows: T rows of any slots (`Rows`); rows of a slot contiguous and ascending, continuing what the
+      rows: T rows of any slots (`Rows`); rows of a slot contiguous and ascending, continuing what
+      the
         cache holds of it.
       cache: state of the slots, or None: every slot then starts at position 0 in this call, nothing
         is kept, and the function is differentiable.
@@ -263,8 +268,8 @@ def trace(
 ) -> tuple[list[tuple[Stream, blocks.Record]], Cache | None]:  # fmt: skip
     """`forward` layer by layer, keeping what every block did, for looking inside.
 
-    Returns one (stream after the block, record) per layer, and the cache. The streams' `cache` fields
-    are dropped.
+    Returns one (stream after the block, record) per layer, and the cache. The streams' `cache`
+    fields are dropped.
     """
     call, cache = make_call(params, tables, rows, cache, cfg, numerics, length)
     s = first_stream(call, cache)

@@ -1,7 +1,7 @@
-"""Single-pass mHC: four residual streams, collapsed and remixed around every sub-layer (model spec 7).
+"""Single-pass mHC: residual streams, collapsed and remixed at every sub-layer (model spec 7).
 
-The collapse weights of a sub-layer were made by the sub-layer before it, so a mix depends only on the
-streams that enter and can run beside the sub-layer itself.
+The collapse weights of a sub-layer were made by the sub-layer before it, so a mix depends only on
+the streams that enter and can run beside the sub-layer itself.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The indexer: which compressed entries each row attends to (model spec 8.4, 8.5).
 
-Selection is exact and total: higher score first, then lower position; a list of entries is always given
-in ascending position. A selection carries no gradient: train the indexer on its scores.
+Selection is exact and total: higher score first, then lower position; a list of entries is always
+given in ascending position. A selection carries no gradient: train the indexer on its scores.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def _ascending(ids: jax.Array, keep: jax.Array) -> jax.Array:
 
 
 def select(score: jax.Array, ids: jax.Array, k: int) -> jax.Array:
-    """The k best entries of each row: score [T, n], ids [T, n] or [n] -> [T, k] ascending, -1 padded.
+    """The k best entries of each row: score [T, n], ids [T, n] or [n] -> [T, k], -1 padded.
 
     `ids` ascend along n, so that the lower column of a tie is the lower position.
     """
@@ -139,9 +139,10 @@ def candidate_width(cfg: ModelConfig, count: int) -> int:
 
 
 def candidate_blocks(score: jax.Array, visible: jax.Array, cfg: ModelConfig) -> jax.Array:
-    """The best blocks of entries by their best member: score [T, n] -> [T, blocks] ascending, -1 padded.
+    """The best blocks by their best member: score [T, n] -> [T, blocks], ascending, -1 padded.
 
-    The block of the newest visible entry is always kept; blocks with nothing visible never are (8.5).
+    The block of the newest visible entry is always kept; blocks with nothing visible never are
+    (8.5).
     """
     size = cfg.candidate_block_size
     t, n = score.shape

@@ -109,7 +109,7 @@ def routed_experts(
 def _all_experts(
     stacks: Any, layer: Any, x: jax.Array, routed: Route, cfg: ModelConfig, numerics: Numerics
 ) -> jax.Array:
-    """`routed_experts` as one wide layer: every expert on every row, weight zero where not chosen."""
+    """`routed_experts` as one wide layer: every expert on every row, by weight zero or more."""
     pick = functools.partial(jax.tree.map, lambda a: a[layer])
     w1, w2, w3 = (
         nx.float_weight(pick(stacks[name]), numerics.dtype) for name in ("w1", "w2", "w3")

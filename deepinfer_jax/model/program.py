@@ -1,8 +1,8 @@
 """The layer program: which layers run the same code, so that loops replace repetition.
 
-A backbone is cut before every index source into units (a source and the layers that reuse it). Equal
-neighbouring units become one loop, equal neighbouring layers inside a unit another. Program size then
-depends on the number of different roles, hardly on depth.
+A backbone is cut before every index source into units (a source and the layers that reuse it).
+Equal neighbouring units become one loop, equal neighbouring layers inside a unit another. Program
+size then depends on the number of different roles, hardly on depth.
 """
 
 from __future__ import annotations
@@ -54,10 +54,11 @@ def _runs(kinds: list[LayerKind]) -> tuple[Run, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class Ordinals:
-    """Per layer, its place in stacked parameters and caches (int32 [L]; only valid where it applies).
+    """Per layer, its place in stacked parameters and caches: int32 [L], valid where it applies.
 
-    source: index among all kv sources, of the source a layer reads; stored: the same within its ratio;
-    pooled: the same among sources with m > 1; indexer: among index sources; tap: among DSpark taps.
+    source: index among all kv sources, of the source a layer reads; stored: the same within its
+    ratio; pooled: the same among sources with m > 1; indexer: among index sources; tap: among
+    DSpark taps.
     """
 
     source: np.ndarray

@@ -1,8 +1,8 @@
 """Attention and index scores of whole sequences at once: the dense forms that training uses.
 
-The rows of a call are B sequences of S tokens each, from position 0, row b * S + p (`rows.batch_rows`).
-Masks stand where serving gathers, so gradients need no scattering; the sums are the same up to their
-order. Serving never comes here.
+The rows of a call are B sequences of S tokens each, from position 0, row b * S + p
+(`rows.batch_rows`). Masks stand where serving gathers, so gradients need no scattering; the sums
+are the same up to their order. Serving never comes here.
 """
 
 from __future__ import annotations
