@@ -1,0 +1,192 @@
+"""Stage 2: the DSpark heads, on a frozen backbone (engine spec 3).
+
+Each sequence gives a number of random anchors. A block of draft rows stands at every anchor and
+sees the backbone's features strictly before it; the Markov head is fed the true preceding tokens.
+The confidence head learns the probability of acceptance under shared noise (engine spec 1.7).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from deepinfer_jax import numerics as nx
+from deepinfer_jax import rows as row_sets
+from deepinfer_jax.cache import Codec
+from deepinfer_jax.config import ModelConfig
+from deepinfer_jax.model import attention, draft, forward, head, rope
+from deepinfer_jax.model.block import at_layer
+from deepinfer_jax.numerics import Numerics
+from deepinfer_jax.params import Params
+from deepinfer_jax.tables import Tables
+from deepinfer_jax.training import dataset, pretrain
+
+CROSS_ENTROPY, DISTANCE, CONFIDENCE = 0.1, 0.9, 1.0  # weights of the three losses
+FADE = 4.0  # row k weighs exp(-k / FADE)
+KEPT = 16  # most probable ids whose acceptance is computed exactly
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Anchors:
+    """A anchors in each of B sequences: positions [B, A], and which draft rows count [B, A, N]."""
+
+    positions: jax.Array
+    valid: jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """Mean losses, and per draft position [N]: acceptance under shared noise, and greedy matches."""
+
+    loss: jax.Array
+    cross_entropy: jax.Array
+    distance: jax.Array
+    confidence: jax.Array
+    acceptance: jax.Array
+    greedy: jax.Array
+
+
+def choose_anchors(key: jax.Array, answer: jax.Array, count: int, size: int) -> Anchors:
+    """Random anchors whose next token is the model's own to write: answer [B, S] bool."""
+    batch, length = answer.shape
+    padded = jnp.pad(answer, ((0, 0), (0, size)))
+    ahead = jnp.stack([padded[:, k + 1 : k + 1 + length] for k in range(size)], axis=-1)
+    prefix = jnp.cumprod(ahead.astype(jnp.int32), axis=-1) > 0
+    draw = jnp.where(prefix[..., 0], jax.random.uniform(key, (batch, length)), -1.0)
+    score, positions = lax.top_k(draw, count)
+    valid = jnp.take_along_axis(prefix, positions[..., None], axis=1)
+    return Anchors(positions, valid & (score >= 0)[..., None])
+
+
+def context_ring(
+    params: Params, tables: Tables, taps: jax.Array, positions: jax.Array, batch: int,
+    cfg: ModelConfig, numerics: Numerics,
+) -> tuple[jax.Array, Codec]:  # fmt: skip
+    """Context KV of whole sequences as floats [M, B, S, Hd], and the codec that reads it."""
+    m = draft.context(params, taps, cfg, numerics)
+    angle = rope.at(tables.base, positions)
+    stack = params["draft"]["layers"]["attn"]
+    layers = [
+        attention.window_kv(at_layer(stack, layer), m, angle, cfg, numerics)
+        for layer in range(cfg.num_nextn_predict_layers)
+    ]
+    ring = jnp.stack(layers).astype(jnp.float32)
+    ring = ring.reshape(ring.shape[0], batch, -1, cfg.head_dim)
+    return ring, Codec(cfg.head_dim, False, cfg.head_dim, None, None)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Heads:
+    """Outputs of the draft heads at anchors: logits [B * A, N, V], confidence [B * A, N]."""
+
+    logits: jax.Array
+    confidence: jax.Array
+
+
+def heads(
+    params: Params, tables: Tables, taps: jax.Array, tokens: jax.Array, anchors: Anchors,
+    cfg: ModelConfig, numerics: Numerics,
+) -> Heads:  # fmt: skip
+    """Teacher-forced draft of sequences tokens [B, S] with taps [n, B * S, D]."""
+    batch, length = tokens.shape
+    size, count = cfg.dspark_block_size, anchors.positions.shape[1]
+    every = jnp.tile(jnp.arange(length, dtype=jnp.int32), batch)
+    ring, codec = context_ring(params, tables, taps, every, batch, cfg, numerics)
+    slots = jnp.repeat(jnp.arange(batch, dtype=jnp.int32), count)
+    positions = anchors.positions.reshape(-1)
+    before = forced_tokens(tokens, anchors, size)
+    u, _, _ = draft.run_blocks(
+        params, tables, ring, codec, slots, positions, before[:, 0], size, cfg, numerics
+    )
+    p = params["draft"]
+    normed = nx.rms_norm(u, p["norm"], cfg.rms_norm_eps, numerics.dtype)
+    base = head.logits(params, normed, numerics)
+    bias, embedding = draft.markov_bias(params, before.reshape(-1), numerics)
+    features = jnp.concatenate([u, embedding], axis=-1)
+    confidence = nx.linear_f32(features, p["confidence"], numerics)[:, 0]
+    return Heads((base + bias).reshape(-1, size, cfg.vocab_size), confidence.reshape(-1, size))
+
+
+def forced_tokens(tokens: jax.Array, anchors: Anchors, size: int, shift: int = 0) -> jax.Array:
+    """Tokens [B * A, N] at the anchor + `shift` and after it, from tokens [B, S]."""
+    place = anchors.positions[..., None] + shift + jnp.arange(size, dtype=jnp.int32)
+    place = jnp.minimum(place, tokens.shape[1] - 1).reshape(tokens.shape[0], -1)
+    return jnp.take_along_axis(tokens, place, axis=1).reshape(-1, size)
+
+
+def coupled_acceptance(p: jax.Array, q: jax.Array) -> jax.Array:
+    """Probability that target p [..., V] and draft q [..., V] pick one token under shared noise.
+
+    sum_i 1 / sum_j max(p_j / p_i, q_j / q_i), engine spec 1.7(4). Needs memory for V * V; see
+    `acceptance_label` for large vocabularies.
+    """
+    tiny = jnp.float32(1e-20)
+    p_, q_ = p + tiny, q + tiny
+    worst = jnp.maximum(p_[..., None, :] / p_[..., :, None], q_[..., None, :] / q_[..., :, None])
+    each = 1 / jnp.sum(worst, axis=-1)
+    return jnp.sum(jnp.where((p > 0) & (q > 0), each, 0), axis=-1)
+
+
+def acceptance_label(p: jax.Array, q: jax.Array) -> jax.Array:
+    """`coupled_acceptance` of the most probable ids, all others lumped into one: an estimate."""
+    _, ids = lax.top_k(p + q, min(KEPT, p.shape[-1]))
+    best = [jnp.take_along_axis(x, ids, axis=-1) for x in (p, q)]
+    rest = [jnp.maximum(1 - jnp.sum(x, axis=-1, keepdims=True), 0) for x in best]
+    lumped = [jnp.concatenate([x, r], axis=-1) for x, r in zip(best, rest, strict=True)]
+    return coupled_acceptance(*lumped)
+
+
+def batch_loss(
+    values: Params, backbone: Params, tables: Tables, tokens: jax.Array, answer: jax.Array,
+    key: jax.Array, count: int, cfg: ModelConfig, numerics: Numerics,
+) -> tuple[jax.Array, Report]:  # fmt: skip
+    """Loss of the rounded draft weights `values` on sequences tokens [B, S], answer [B, S] bool."""
+    params = {**lax.stop_gradient(backbone), "draft": values}
+    batch, length = tokens.shape
+    real = jnp.count_nonzero(tokens != dataset.PAD, axis=1)
+    rows = row_sets.batch_rows(tokens, real)
+    hidden, _ = forward.forward(params, tables, rows, None, cfg, numerics, length=length)
+    size = cfg.dspark_block_size
+    anchors = choose_anchors(key, answer, count, size)
+    made = heads(params, tables, lax.stop_gradient(hidden.taps), tokens, anchors, cfg, numerics)
+    offset = jnp.arange(batch, dtype=jnp.int32)[:, None, None] * length
+    place = offset + anchors.positions[..., None] + jnp.arange(size, dtype=jnp.int32)
+    output = hidden.output[jnp.minimum(place, batch * length - 1).reshape(-1)]
+    target = lax.stop_gradient(head.logits(params, output, numerics)).reshape(made.logits.shape)
+    return losses(made, target, forced_tokens(tokens, anchors, size, 1), anchors.valid)
+
+
+def losses(
+    made: Heads, target: jax.Array, following: jax.Array, valid: jax.Array
+) -> tuple[jax.Array, Report]:
+    """The weighted losses of drafts against target logits [A, N, V] and true tokens [A, N]."""
+    size = following.shape[1]
+    valid = valid.reshape(-1, size).astype(jnp.float32)
+    weight = valid * np.exp(-np.arange(size) / FADE).astype(np.float32)
+    share = weight / (jnp.sum(weight) + 1e-6)
+    p, q = jax.nn.softmax(target, axis=-1), jax.nn.softmax(made.logits, axis=-1)
+    cross = jnp.sum(share * pretrain.token_nll(made.logits, following))
+    distance = jnp.sum(share * jnp.sum(jnp.abs(p - q), axis=-1))
+    label = lax.stop_gradient(acceptance_label(p, q))
+    soft = jax.nn.softplus(made.confidence) - label * made.confidence
+    confidence = jnp.sum(share * soft)
+    total = CROSS_ENTROPY * cross + DISTANCE * distance + CONFIDENCE * confidence
+    rows = jnp.sum(valid, axis=0) + 1e-6
+    same = (jnp.argmax(target, axis=-1) == jnp.argmax(made.logits, axis=-1)).astype(jnp.float32)
+    report = Report(
+        loss=total,
+        cross_entropy=cross,
+        distance=distance,
+        confidence=confidence,
+        acceptance=jnp.sum(valid * label, axis=0) / rows,
+        greedy=jnp.sum(valid * same, axis=0) / rows,
+    )
+    return total, report

@@ -1,0 +1,24 @@
+"""Masters to a model folder in the released storage formats."""
+
+from __future__ import annotations
+
+import functools
+import pathlib
+
+import jax
+
+from deepinfer_jax import checkpoint
+from deepinfer_jax.config import ModelConfig
+from deepinfer_jax.params import Params
+from deepinfer_jax.training import masters
+
+SHARD_BYTES = 6_000_000  # small, so that everybody runs the sharded path
+
+
+def write(values: Params, cfg: ModelConfig, folder: pathlib.Path) -> None:
+    """Write shards, index and config.json; exactly the weights that the last steps computed with.
+
+    Raises FileExistsError where `folder` holds a checkpoint.
+    """
+    stored = jax.jit(functools.partial(masters.stored, cfg=cfg))(values)
+    checkpoint.save_params(jax.device_get(stored), cfg, folder, max_shard_bytes=SHARD_BYTES)

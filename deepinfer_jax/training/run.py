@@ -1,0 +1,363 @@
+"""Trains a preset from nothing and writes a model folder.
+
+`python -m deepinfer_jax.training.run --preset spark-tiny --out DIR` runs both stages and exports;
+with `--stage backbone` or `--stage draft` one of them, the second from `--resume DIR`. Equal
+arguments on equal machines give equal models, up to the accelerator's own order of sums.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import json
+import pathlib
+import queue
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, PartitionSpec
+
+from deepinfer_jax import resources, tables
+from deepinfer_jax.config import ModelConfig
+from deepinfer_jax.params import Params
+from deepinfer_jax.tables import Tables
+from deepinfer_jax.training import dataset, draft, export, masters, optimizer, pretrain
+
+WARM = 0.12  # share of stage 1 in which every entry is attended to
+ROUND_FROM = 0.4  # share after which weights are rounded as the release stores them
+BIAS_RATE = 2e-3
+DRAFT_PEAK = 2e-3
+ANCHORS = 32  # per sequence
+BACKBONE_SHARE = 0.8  # of all tokens; the rest is for stage 2
+PART_TOKENS = 1 << 25
+_STARTED = time.perf_counter()
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Sizes of a run; `rows` sequences of `context` tokens on each device make a batch."""
+
+    tokens: int
+    rows: int
+    peak: float
+    seed: int
+    context: int = dataset.CONTEXT
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class State:
+    """Masters and moments; everything a run carries from step to step."""
+
+    values: Params
+    moments: optimizer.Moments
+
+
+def make_mesh() -> Mesh:
+    """All devices of this host along one axis."""
+    return Mesh(np.array(jax.devices()), ("data",))
+
+
+def backbone_step(
+    state: State, table: Tables, tokens: jax.Array, weights: jax.Array, dial: jax.Array,
+    cfg: ModelConfig, mesh: Mesh,
+) -> tuple[State, pretrain.Report]:  # fmt: skip
+    """One step of stage 1. dial [3]: learning rate, rounding amount, rate of the routers' biases."""
+    numerics = pretrain.training_numerics(cfg)
+
+    def local(values, table, tokens, weights, amount):
+        f = functools.partial(pretrain.batch_loss, cfg=cfg, numerics=numerics)
+        (_, report), grads = jax.value_and_grad(f, has_aux=True)(
+            values, table, tokens, weights, amount
+        )
+        return jax.lax.pmean((grads, report), "data")
+
+    one, many = PartitionSpec(), PartitionSpec("data")
+    mapped = jax.shard_map(
+        local, mesh=mesh, in_specs=(one, one, many, many, one), out_specs=one, check_vma=False
+    )
+    grads, report = mapped(state.values, table, tokens, weights, dial[1])
+    rules = optimizer.kinds(cfg, "backbone")
+    values, moments = optimizer.update(
+        state.values, grads, state.moments, dial[0], rules, optimizer.Settings()
+    )
+    gate = values["layers"]["ffn"]["gate"]
+    gate["bias"] = pretrain.balanced_bias(gate["bias"], report.load, dial[2])
+    return State(values, moments), report
+
+
+def draft_step(
+    state: State, backbone: Params, table: Tables, tokens: jax.Array, answer: jax.Array,
+    rate: jax.Array, cfg: ModelConfig,
+) -> tuple[State, draft.Report]:  # fmt: skip
+    """One step of stage 2; the state holds the draft branch alone, `backbone` the rounded rest."""
+    numerics = pretrain.training_numerics(cfg)
+    key = jax.random.fold_in(jax.random.key(1), state.moments.count)
+
+    def loss(values):
+        rounded = masters.released(values, cfg, part="draft")
+        return draft.batch_loss(
+            rounded, backbone, table, tokens, answer, key, ANCHORS, cfg, numerics
+        )
+
+    grads, report = jax.grad(loss, has_aux=True)(state.values)
+    rules = optimizer.kinds(cfg, "draft")["draft"]
+    settings = optimizer.Settings(decay=0.0)
+    values, moments = optimizer.update(state.values, grads, state.moments, rate, rules, settings)
+    return State(values, moments), report
+
+
+class Programs:
+    """The programs of a run, compiled side by side in threads; asking for one waits for it."""
+
+    def __init__(self) -> None:
+        self._done: dict[str, Any] = {}
+        self._threads: dict[str, threading.Thread] = {}
+
+    def start(self, name: str, step: Any, *args: Any, static: tuple[int, ...]) -> None:
+        """Begin to compile step(*args), its first argument donated."""
+
+        def build() -> None:
+            begun = time.perf_counter()
+            jitted = jax.jit(step, static_argnums=static, donate_argnums=0)
+            self._done[name] = jitted.lower(*args).compile()
+            print(f"compiled {name} in {time.perf_counter() - begun:.0f} s", flush=True)
+
+        self._threads[name] = threading.Thread(target=build)
+        self._threads[name].start()
+
+    def __getitem__(self, name: str) -> Any:
+        self._threads[name].join()
+        return self._done[name]
+
+
+def start_programs(
+    cfg: ModelConfig, table: Tables, plan: Plan, mesh: Mesh, stages: str
+) -> Programs:
+    """Begin to compile all programs of the stages."""
+    programs = Programs()
+    batch = plan.rows * mesh.devices.size
+    tokens = jax.ShapeDtypeStruct((batch, plan.context), jnp.int32)
+    values = jax.eval_shape(lambda: masters.init(0, cfg))
+    if stages != "draft":
+        state = jax.eval_shape(lambda: first_state(masters.init(0, cfg), cfg))
+        weights = jax.ShapeDtypeStruct((batch, plan.context - 1), jnp.float32)
+        dial = jax.ShapeDtypeStruct((3,), jnp.float32)
+        warm = pretrain.all_entries(cfg, plan.context)
+        for name, config in (("warm", warm), ("sparse", cfg)):
+            args = (state, table, tokens, weights, dial, config, mesh)
+            programs.start(name, backbone_step, *args, static=(5, 6))
+    if stages != "backbone":
+        state = jax.eval_shape(lambda: first_state(masters.init(0, cfg), cfg, "draft"))
+        tokens = jax.ShapeDtypeStruct((plan.rows, plan.context), jnp.int32)
+        answer = jax.ShapeDtypeStruct((plan.rows, plan.context), jnp.bool_)
+        rest = {name: value for name, value in values.items() if name != "draft"}
+        rate = jax.ShapeDtypeStruct((), jnp.float32)
+        args = (state, rest, table, tokens, answer, rate, cfg)
+        programs.start("draft", draft_step, *args, static=(6,))
+    return programs
+
+
+def first_state(values: Params, cfg: ModelConfig, part: str | None = None) -> State:
+    """The state before the first step of stage 1, or of stage 2 (part="draft")."""
+    if part is None:
+        return State(values, optimizer.init(values, optimizer.kinds(cfg, "backbone")))
+    rules = optimizer.kinds(cfg, "draft")[part]
+    return State(values[part], optimizer.init(values[part], rules))
+
+
+class Stream:
+    """Batches of corpus rows, written by other processes while training runs."""
+
+    def __init__(self, plan: Plan, folder: pathlib.Path) -> None:
+        self._parts: queue.Queue = queue.Queue()
+        self._rows = np.zeros((0, plan.context), np.uint16)
+        self._plan, self._folder = plan, folder
+        threading.Thread(target=self._produce, daemon=True).start()
+
+    def _produce(self) -> None:
+        left, number = self._plan.tokens, 0
+        while left > 0:
+            file = self._folder / f"rows-{number}.npy"
+            size = min(left, PART_TOKENS if number else PART_TOKENS // 4)
+            seed = str(self._plan.seed * 1000 + number)
+            command = [
+                sys.executable,
+                "-m",
+                "deepinfer_jax.training.dataset",
+                "--tokens",
+                str(size),
+            ]
+            command += ["--seed", seed, "--context", str(self._plan.context), "--out", str(file)]
+            subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+            self._parts.put(np.load(file))
+            file.unlink()
+            left, number = left - size, number + 1
+
+    def take(self, count: int) -> np.ndarray:
+        """The next rows [count, context], int32."""
+        while self._rows.shape[0] < count:
+            self._rows = np.concatenate([self._rows, self._parts.get(timeout=600)])
+        batch, self._rows = self._rows[:count], self._rows[count:]
+        return batch.astype(np.int32)
+
+
+@dataclasses.dataclass
+class Clock:
+    """Progress of a stage in [0, 1]: by steps, or by time where `until` comes first.
+
+    until: seconds since this process was started (`_STARTED`).
+    """
+
+    steps: int
+    until: float
+    begun: float = dataclasses.field(default_factory=time.perf_counter)
+    step: int = 0
+
+    def progress(self) -> float:
+        now = time.perf_counter()
+        share = (now - self.begun) / max(self.until - (self.begun - _STARTED), 1e-9)
+        return min(1.0, max(self.step / max(self.steps, 1), share))
+
+
+def run_backbone(
+    cfg: ModelConfig, table: Tables, stream: Stream, programs: Programs, plan: Plan, mesh: Mesh,
+    log: pathlib.Path, until: float,
+) -> Params:  # fmt: skip
+    """Stage 1: trained masters. A run that would outlast `until` (see `Clock`) goes by time instead of
+    tokens, so that its learning rate reaches zero in any case.
+    """
+    state = first_state(masters.init(plan.seed, cfg), cfg)
+    batch = plan.rows * mesh.devices.size
+    program, first = programs["warm"], None
+    steps = int(plan.tokens * BACKBONE_SHARE) // (batch * plan.context)
+    clock = Clock(steps, until)
+    with log.open("w") as lines:
+        while (progress := clock.progress()) < 1:
+            tokens = stream.take(batch)
+            rate = optimizer.schedule(progress, plan.peak)
+            rounding = 1.0 if progress >= ROUND_FROM else 0.0
+            dial = np.array([rate, rounding, BIAS_RATE * rate / plan.peak], np.float32)
+            if progress >= WARM and program is programs["warm"]:
+                program = programs["sparse"]
+            weights = pretrain.target_weights(tokens)
+            state, report = program(state, table, tokens, weights, dial)
+            clock.step += 1
+            first = first or time.perf_counter()
+            if clock.step % 20 == 0:
+                load = np.asarray(report.load)
+                spread = float((load.max(axis=1) / load.mean(axis=1)).mean())
+                facts = {"load": spread, "rate": rate, "progress": progress}
+                _write(lines, clock, first, batch * plan.context, report, facts)
+    return state.values
+
+
+def run_draft(
+    values: Params, cfg: ModelConfig, table: Tables, stream: Stream, programs: Programs, plan: Plan,
+    log: pathlib.Path, until: float,
+) -> Params:  # fmt: skip
+    """Stage 2: masters with trained draft heads; `until` as in `run_backbone`."""
+    backbone = jax.jit(masters.released, static_argnums=1)(values, cfg)
+    backbone = {name: value for name, value in backbone.items() if name != "draft"}
+    state = first_state(values, cfg, "draft")
+    tokens = int(plan.tokens * (1 - BACKBONE_SHARE))
+    program, first = programs["draft"], None
+    clock = Clock(tokens // (plan.rows * plan.context), until)
+    with log.open("w") as lines:
+        while (progress := clock.progress()) < 1:
+            rows = stream.take(plan.rows)
+            rate = np.float32(optimizer.schedule(progress, DRAFT_PEAK))
+            answer = dataset.answer_mask(rows)
+            state, report = program(state, backbone, table, rows, answer, rate)
+            clock.step += 1
+            first = first or time.perf_counter()
+            if clock.step % 20 == 0:
+                facts = {"rate": float(rate), "progress": progress}
+                _write(lines, clock, first, plan.rows * plan.context, report, facts)
+    return {**values, "draft": state.values}
+
+
+def _write(lines, clock: Clock, first: float, batch: int, report: Any, facts: dict) -> None:
+    """One line of the log, and now and then one on the terminal."""
+    entry: dict[str, Any] = {"step": clock.step}
+    for field in dataclasses.fields(report):
+        value = np.asarray(getattr(report, field.name), np.float64)
+        if value.size < 16:
+            entry[field.name] = np.round(value, 4).tolist()
+    seconds = time.perf_counter() - first
+    entry |= {name: round(value, 5) for name, value in facts.items()}
+    entry["tokens_per_second"] = round((clock.step - 1) * batch / seconds)
+    lines.write(json.dumps(entry) + "\n")
+    lines.flush()
+    if clock.step % 200 == 0 or clock.step == 20:
+        print(entry, flush=True)
+
+
+def load_preset(name: str) -> tuple[ModelConfig, Tables]:
+    """Config and tables of a preset, `spark-tiny` or `tiny-s`, for rows of the training context."""
+    folder = resources.model_folder("spark-tiny")
+    cfg = ModelConfig.from_json(folder)
+    if name == "tiny-s":  # the small sizes, with the vocabulary of the shipped tokenizer
+        small = ModelConfig.from_json(resources.config_file(name))
+        cfg = dataclasses.replace(
+            small, vocab_size=cfg.vocab_size,
+            engram_compressed_vocab_size=cfg.engram_compressed_vocab_size,
+        )  # fmt: skip
+    token_map = np.fromfile(folder / "engram_token_map.bin", "<i4")
+    return cfg, tables.make_tables(cfg, token_map, dataset.CONTEXT)
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--preset", choices=("spark-tiny", "tiny-s"), default="spark-tiny")
+    parser.add_argument("--out", type=pathlib.Path, required=True, help="folder to write")
+    parser.add_argument("--resume", type=pathlib.Path, help="folder with masters of a former run")
+    parser.add_argument("--stage", choices=("both", "backbone", "draft"), default="both")
+    parser.add_argument("--tokens", type=int, default=300_000_000, help="of both stages")
+    parser.add_argument("--rows", type=int, default=64, help="sequences a step and device")
+    parser.add_argument("--peak", type=float, default=4e-3, help="learning rate of stage 1")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--backbone-until", type=float, default=float("inf"))
+    parser.add_argument("--draft-until", type=float, default=float("inf"))
+    options = parser.parse_args()
+    if options.stage == "draft" and options.resume is None:
+        parser.error("--stage draft needs --resume FOLDER with the masters of stage 1")
+    train(options)
+
+
+def train(options: argparse.Namespace) -> None:
+    """Run the stages that the options name and write masters, model folder and logs."""
+    options.out.mkdir(parents=True, exist_ok=True)
+    cfg, table = load_preset(options.preset)
+    plan = Plan(options.tokens, options.rows, options.peak, options.seed)
+    mesh = make_mesh()
+    programs = start_programs(cfg, table, plan, mesh, options.stage)
+    with tempfile.TemporaryDirectory() as scratch:
+        stream = Stream(plan, pathlib.Path(scratch))
+        if options.stage == "draft":
+            values = masters.load(options.resume, cfg)
+        else:
+            log = options.out / "backbone.jsonl"
+            values = run_backbone(
+                cfg, table, stream, programs, plan, mesh, log, options.backbone_until
+            )
+            masters.save(values, options.out)
+        if options.stage != "backbone":
+            log = options.out / "draft.jsonl"
+            values = run_draft(values, cfg, table, stream, programs, plan, log, options.draft_until)
+            masters.save(values, options.out)
+    export.write(values, cfg, options.out)
+    print(f"wrote {options.out}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
