@@ -92,6 +92,14 @@ def _pin_jvp(primals, tangents):
     return pin(primals[0]), tangents[0]
 
 
+def quotient(x: jax.Array, divisor: jax.Array) -> jax.Array:
+    """x / divisor for a result that feeds an addition.
+
+    A compiler divides by a broadcast through the reciprocal, so this is an inexact product too.
+    """
+    return pin(x / divisor)
+
+
 def round_to(x: jax.Array, dtype: Any) -> jax.Array:
     """Round once to `dtype`; survives compilers that may keep excess precision."""
     if jnp.dtype(dtype) == jnp.bfloat16:
@@ -152,7 +160,7 @@ def _axis_sum_jvp(axis, primals, tangents):
 def mean_square(x: jax.Array) -> jax.Array:
     """Mean of squares over the last axis, float32."""
     x = x.astype(jnp.float32)
-    return row_sum(pin(x * x)) / np.float32(x.shape[-1])
+    return quotient(row_sum(pin(x * x)), np.float32(x.shape[-1]))
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float, dtype: Any) -> jax.Array:
@@ -168,7 +176,7 @@ def logsumexp(x: jax.Array) -> jax.Array:
     x = x.astype(jnp.float32)
     top = lax.stop_gradient(jnp.max(x, axis=-1, keepdims=True))
     top = jnp.where(jnp.isfinite(top), top, np.float32(0))
-    return jnp.log(row_sum(jnp.exp(x - top))) + top[..., 0]
+    return pin(jnp.log(row_sum(jnp.exp(x - top)))) + top[..., 0]
 
 
 def log_softmax(x: jax.Array) -> jax.Array:

@@ -70,12 +70,12 @@ def _sinkhorn(m: jax.Array, cfg: ModelConfig) -> jax.Array:
         return jnp.expand_dims(nx.axis_sum(m, axis), axis)
 
     m = jnp.exp(m - lax.stop_gradient(jnp.max(m, axis=2, keepdims=True)))
-    m = m / total(m, 2) + eps
-    m = m / (total(m, 1) + eps)
+    m = nx.quotient(m, total(m, 2)) + eps
+    m = nx.quotient(m, total(m, 1) + eps)
 
     def step(_, m):
-        m = m / (total(m, 2) + eps)
-        return m / (total(m, 1) + eps)
+        m = nx.quotient(m, total(m, 2) + eps)
+        return nx.quotient(m, total(m, 1) + eps)
 
     return lax.fori_loop(0, cfg.hc_sinkhorn_iters - 1, step, m)
 
