@@ -48,6 +48,17 @@ class Options:
             )
         except ValueError as error:  # the only row is row 0: say no more than the name
             raise ValueError(str(error).removesuffix(" in row 0")) from None
+        self._settle_stops()
+        if not isinstance(self.thinking, bool):
+            raise TypeError(f"thinking must be true or false, got {self.thinking!r}")
+        if self.effort not in _EFFORTS:
+            raise ValueError(f"effort must be one of {_EFFORTS}, got {self.effort!r}")
+
+    def _settle_stops(self) -> None:
+        """Check `stop` and `stop_token_ids` and make tuples of them."""
+        for name in ("stop", "stop_token_ids"):
+            if not isinstance(getattr(self, name), Sequence):
+                raise TypeError(f"{name} must be a list, got {getattr(self, name)!r}")
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
         for text in stop:
             if not isinstance(text, str) or not text:
@@ -56,10 +67,6 @@ class Options:
         for token in self.stop_token_ids:
             _integer("stop_token_ids", token, 0, 2**31)
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
-        if not isinstance(self.thinking, bool):
-            raise TypeError(f"thinking must be true or false, got {self.thinking!r}")
-        if self.effort not in _EFFORTS:
-            raise ValueError(f"effort must be one of {_EFFORTS}, got {self.effort!r}")
 
 
 def _integer(name: str, value: object, low: int, end: int) -> None:

@@ -1,0 +1,107 @@
+"""Models by name and by folder, and the folders that are refused."""
+
+import json
+import shutil
+
+import jax
+import numpy as np
+import pytest
+
+import deepinfer_jax
+from deepinfer_jax import checkpoint, loading
+from deepinfer_jax.numerics import Numerics
+from tests import tiny_model
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A copy that a test may damage."""
+    return shutil.copytree(tiny_model.folder(), tmp_path / "model")
+
+
+def change_config(folder, **fields):
+    path = folder / "config.json"
+    data = json.loads(path.read_text("utf-8"))
+    for key, value in fields.items():
+        (data["text_config"] if key in data["text_config"] else data)[key] = value
+    path.write_text(json.dumps(data), "utf-8")
+
+
+def test_a_folder_becomes_a_model():
+    model = loading.load(str(tiny_model.folder()))
+    expected = checkpoint.load_params(tiny_model.folder())
+    jax.tree.map(np.testing.assert_array_equal, model.params, expected)
+    assert model.numerics == Numerics.native(model.cfg.quantized)
+    assert model.max_length == model.cfg.max_position_embeddings
+    assert model.tokenizer.eos == model.cfg.eos_token_id
+    assert model.name == str(tiny_model.folder())
+
+
+def test_numerics_and_length_can_be_given():
+    model = loading.load(tiny_model.folder(), numerics=Numerics.fp32(), max_length=77)
+    assert model.numerics == Numerics.fp32()
+    assert model.max_length == 77
+
+
+def test_the_representation_holds_no_arrays():
+    assert len(repr(tiny_model.model())) < 500
+
+
+def test_an_unknown_name_is_refused_with_the_shipped_ones():
+    with pytest.raises(FileNotFoundError, match=r"'spark-huge'.*spark-tiny.*folder with config"):
+        loading.load("spark-huge")
+
+
+def test_a_folder_without_a_model_is_refused(tmp_path):
+    with pytest.raises(FileNotFoundError, match="no config.json"):
+        loading.load(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "model.safetensors.index.json"])
+def test_a_missing_file_is_named(folder, name):
+    (folder / name).unlink()
+    with pytest.raises(FileNotFoundError, match=name):
+        loading.load(folder)
+
+
+def test_the_token_map_is_derived_where_none_is_stored(folder):
+    for name in ("engram_token_map.bin", "engram_token_map.json"):
+        (folder / name).unlink()
+    derived = loading.load(folder).tables.token_map
+    np.testing.assert_array_equal(derived, tiny_model.model().tables.token_map)
+    change_config(folder, engram_compressed_vocab_size=1641)
+    with pytest.raises(ValueError, match="has 1640 compressed ids.*=1641"):
+        loading.load(folder)
+
+
+def test_a_tokenizer_of_another_model_is_refused(folder):
+    change_config(folder, eos_token_id=5)
+    with pytest.raises(ValueError, match="eos is token 1 .*eos_token_id=5"):
+        loading.load(folder)
+    change_config(folder, eos_token_id=1, vocab_size=2016)
+    with pytest.raises(ValueError, match="has 2048 ids, the model only vocab_size=2016"):
+        loading.load(folder)
+
+
+@pytest.mark.parametrize(
+    ("length", "error", "message"),
+    [
+        (0, ValueError, "between 1 and max_position_embeddings=1024 of the model, got 0"),
+        (1025, ValueError, "got 1025"),
+        (True, TypeError, "must be an integer"),
+        (12.0, TypeError, "must be an integer"),
+    ],
+)
+def test_a_length_out_of_range_is_refused(length, error, message):
+    with pytest.raises(error, match=message):
+        loading.load(tiny_model.folder(), max_length=length)
+
+
+def test_public_names_are_listed_and_found():
+    names = set(deepinfer_jax.__all__)
+    assert names == {"__version__", *deepinfer_jax._HOMES}
+    assert names <= set(dir(deepinfer_jax))
+    for name in names:
+        assert getattr(deepinfer_jax, name) is not None
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        deepinfer_jax.nothing  # noqa: B018

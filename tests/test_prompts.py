@@ -1,0 +1,170 @@
+"""Prompts of every form to requests, and every way in which one is refused."""
+
+import dataclasses
+import json
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from hypothesis import given
+
+from deepinfer_jax.config import ModelConfig
+from deepinfer_jax.prompts import make_requests, read_prompt_lines, request_seed
+from deepinfer_jax.requests import Options
+from tests import tiny_model
+
+LENGTH = 300
+
+
+def requests(prompts, options=None, **more):
+    cfg = ModelConfig.from_json(tiny_model.folder())
+    options = Options(max_tokens=7) if options is None else options
+    return make_requests(prompts, options, tiny_model.tokenizer(), cfg, LENGTH, **more)
+
+
+def test_the_forms_of_a_prompt_agree():
+    message = [{"role": "user", "content": "What is 2 + 3?"}]
+    ids = tiny_model.tokenizer().render_chat(message, thinking=False)
+    forms = ["What is 2 + 3?", message, ids, tuple(ids), np.array(ids, np.int32)]
+    forms += [{"prompt": forms[0]}, {"messages": message}, {"tokens": ids}]
+    assert {request.tokens for request in requests(forms)} == {tuple(ids)}
+
+
+def test_a_mapping_overrides_options_and_names_its_request():
+    given = {"prompt": "a", "id": "x", "max_tokens": 3, "temperature": 0, "stop": "b", "seed": 5}
+    (request,) = requests([given])
+    assert (request.id, request.prompt, request.seed) == ("x", "a", 5)
+    assert request.options == dataclasses.replace(
+        Options(), max_tokens=3, temperature=0, stop=("b",), seed=5
+    )
+
+
+def test_thinking_and_tools_reach_the_prompt():
+    tool = {"name": "weather", "parameters": {"type": "object"}}
+    plain, thinking, tools = (
+        tiny_model.tokenizer().decode(request.tokens)
+        for request in make_requests(
+            ["a", {"prompt": "a", "thinking": True}, {"prompt": "a", "tools": [tool]}],
+            Options(),
+            tiny_model.tokenizer(),
+            ModelConfig.from_json(tiny_model.folder()),
+            1000,
+        )
+    )
+    assert plain.endswith("</think>")
+    assert thinking.endswith("<think>")
+    assert "weather" in tools
+
+
+@given(order=st.permutations(range(5)))
+def test_a_seed_follows_the_id_not_the_place(order):
+    prompts = [{"prompt": "a", "id": f"n{i}"} for i in range(5)]
+    seeds = {request.id: request.seed for request in requests(prompts)}
+    shuffled = {request.id: request.seed for request in requests([prompts[i] for i in order])}
+    assert seeds == shuffled
+    assert len(set(seeds.values())) == 5
+
+
+def test_seeds_are_part_of_the_format():
+    """Written down: results of earlier versions must be reproducible."""
+    assert request_seed(0, 0) == request_seed(0, "0") == 13913987977269637804
+    assert request_seed(1, "kite") == 10302430248960778927
+    assert requests(["a"], Options(max_tokens=7, seed=4))[0].seed == request_seed(4, 0)
+
+
+REFUSED = [
+    ("", "non-empty"),
+    (3, "got int"),
+    (b"bytes", "got bytes"),
+    ([], "non-empty list of token ids"),
+    ([1, True], "tokens must be integers, got True"),
+    ([1, 2.0], "tokens must be integers"),
+    ([1, 2048], "tokens must lie in 0..2047, got 2048"),
+    ([1, -1], "tokens must lie in 0..2047, got -1"),
+    ({"prompt": "a", "colour": 1}, "unknown key 'colour'; known are prompt, messages"),
+    ({"id": 1}, "got none of them"),
+    ({"prompt": "a", "tokens": [1]}, "got both 'prompt' and 'tokens'"),
+    ({"prompt": "a", "id": 1.5}, "id must be a string or an integer"),
+    ({"prompt": "a", "id": None}, "id must be a string or an integer"),
+    ({"tokens": [1], "tools": []}, "'tools' needs 'prompt' or 'messages'"),
+    ({"messages": {"role": "user"}}, "messages must be a list"),
+    ({"messages": ["a"]}, "messages\\[0\\] must be a mapping"),
+    ({"messages": []}, "must not be empty"),
+    ({"messages": [{"role": "king", "content": "a"}]}, "role must be one of"),
+    ({"prompt": "a", "max_tokens": 0}, "max_tokens must be in"),
+    ({"prompt": "a", "max_tokens": 1.0}, "max_tokens must be an integer"),
+    ({"prompt": "a", "temperature": float("nan")}, "temperature must be finite"),
+    ({"prompt": "a", "temperature": "hot"}, "temperature must be numbers"),
+    ({"prompt": "a", "top_p": 0}, "top_p must be in"),
+    ({"prompt": "a", "top_k": 0}, "top_k must be"),
+    ({"prompt": "a", "min_p": 2}, "min_p must be in"),
+    ({"prompt": "a", "seed": -1}, "seed must be in"),
+    ({"prompt": "a", "seed": None}, "seed must be an integer"),
+    ({"prompt": "a", "stop": [""]}, "stop must be non-empty strings"),
+    ({"prompt": "a", "stop": 3}, "stop must be"),
+    ({"prompt": "a", "stop_token_ids": [4000]}, "stop_token_ids must lie in 0..2047"),
+    ({"prompt": "a", "stop_token_ids": "ab"}, "stop_token_ids must be an integer"),
+    ({"prompt": "a", "thinking": 1}, "thinking must be true or false"),
+    ({"prompt": "a", "effort": "much"}, "effort must be one of"),
+    ({"prompt": "\ud800"}, "surrogates"),
+]
+
+
+@pytest.mark.parametrize(("prompt", "reason"), REFUSED)
+def test_a_bad_prompt_is_refused_with_its_place(prompt, reason):
+    with pytest.raises((TypeError, ValueError), match=reason) as caught:
+        requests(["fine", prompt])
+    assert str(caught.value).startswith("prompts[1]: ")
+    assert "row 0" not in str(caught.value)
+
+
+def test_two_prompts_of_one_id_are_refused():
+    with pytest.raises(ValueError, match=r"prompts\[1\]: id '0' is also that of prompts\[0\]"):
+        requests(["a", {"prompt": "b", "id": "0"}])
+
+
+@pytest.mark.parametrize("prompts", ["text", b"text", {"prompt": "a"}, 3])
+def test_one_prompt_is_not_a_list_of_prompts(prompts):
+    with pytest.raises(TypeError, match="must be a list of prompts"):
+        requests(prompts)
+
+
+def test_no_prompts_are_refused():
+    with pytest.raises(ValueError, match="prompts is empty"):
+        requests([])
+
+
+@pytest.mark.parametrize(
+    ("length", "reply", "message"),
+    [
+        (290, 11, "together 301, the model is loaded for max_length=300; lower max_tokens to 10"),
+        (300, 1, "has 300 tokens and max_tokens is 1: .* shorten it by 1 or more"),
+        (350, 1, "shorten it by 51 or more"),
+    ],
+)
+def test_a_request_that_does_not_fit_is_refused_with_the_arithmetic(length, reply, message):
+    with pytest.raises(ValueError, match=message):
+        requests([[5] * length], Options(max_tokens=reply))
+    assert requests([[5] * (LENGTH - reply)], Options(max_tokens=reply))
+
+
+def test_lines_of_a_prompt_file():
+    lines = ['{"prompt": "a"}\n', "\n", '{"tokens": [1, 2], "id": "x"}']
+    prompts, places = read_prompt_lines("f.jsonl", lines)
+    assert prompts == [json.loads(lines[0]), json.loads(lines[2])]
+    assert places == ["f.jsonl:1", "f.jsonl:3"]
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ([], "f holds no prompts"),
+        (["\n", "  \n"], "f holds no prompts"),
+        (['{"prompt": "a"}', "{"], "f:2: broken JSON"),
+        (['"text"'], "f:1: expected an object .* got str"),
+        (['{"prompt": "a", "prompt": "b"}'], "f:1: broken JSON: key 'prompt' appears twice"),
+    ],
+)
+def test_a_bad_prompt_file_is_refused_with_its_line(lines, message):
+    with pytest.raises(ValueError, match=message):
+        read_prompt_lines("f", lines)
