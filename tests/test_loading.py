@@ -53,7 +53,7 @@ def test_an_unknown_name_is_refused_with_the_shipped_ones():
 
 
 def test_a_folder_without_a_model_is_refused(tmp_path):
-    with pytest.raises(FileNotFoundError, match="no config.json"):
+    with pytest.raises(FileNotFoundError, match=r"no config\.json"):
         loading.load(tmp_path)
 
 
@@ -70,13 +70,13 @@ def test_the_token_map_is_derived_where_none_is_stored(folder):
     derived = loading.load(folder).tables.token_map
     np.testing.assert_array_equal(derived, tiny_model.model().tables.token_map)
     change_config(folder, engram_compressed_vocab_size=1641)
-    with pytest.raises(ValueError, match="has 1640 compressed ids.*=1641"):
+    with pytest.raises(ValueError, match=r"has 1640 compressed ids.*=1641"):
         loading.load(folder)
 
 
 def test_a_tokenizer_of_another_model_is_refused(folder):
     change_config(folder, eos_token_id=5)
-    with pytest.raises(ValueError, match="eos is token 1 .*eos_token_id=5"):
+    with pytest.raises(ValueError, match=r"eos is token 1 .*eos_token_id=5"):
         loading.load(folder)
     change_config(folder, eos_token_id=1, vocab_size=2016)
     with pytest.raises(ValueError, match="has 2048 ids, the model only vocab_size=2016"):

@@ -1,4 +1,4 @@
-"""A random model of the family in a folder of its own, as small as one with every layer role can be.
+"""A random model in a folder of its own, small and with every kind of state a model can have.
 
 Its tokenizer is the shipped one. Built once per process and removed at its end.
 """

@@ -120,7 +120,7 @@ def _prompts(args: argparse.Namespace) -> tuple[list[Any], list[str]]:
     """Prompts and the place of each for errors."""
     from deepinfer_jax.prompts import read_prompt_lines
 
-    if bool(args.prompt) == bool(args.prompts):
+    if bool(args.prompt) == (args.prompts is not None):
         raise Refused("give PROMPT arguments or --prompts FILE, one of the two")
     if args.prompt:
         return args.prompt, [f"PROMPT {i}" for i in range(1, len(args.prompt) + 1)]

@@ -1,0 +1,351 @@
+"""The command: what it prints and writes, what it refuses, what survives when it stops."""
+
+import io
+import json
+import subprocess
+import sys
+
+import hypothesis.strategies as st
+import jax
+import pytest
+from hypothesis import given
+
+import deepinfer_jax as di
+from deepinfer_jax import cli, generation, loading
+from deepinfer_jax.cli import compiled, records
+from deepinfer_jax.cli.progress import Progress
+from deepinfer_jax.requests import Result, Timing
+from tests import tiny_model
+
+PROMPTS = [
+    {"prompt": "Add 2 and 3.", "id": "add", "max_tokens": 5},
+    {"messages": [{"role": "user", "content": "Sort 3 1 2."}], "temperature": 0},
+    {"tokens": [0, 4, 900, 5, 7], "seed": 9, "max_tokens": 3},
+]
+
+
+def run(*args):
+    """Exit status of `deepinfer-jax generate` with the tiny model."""
+    return cli.main(["generate", "--model", str(tiny_model.folder()), *map(str, args)])
+
+
+def expected(**options):
+    return di.generate(tiny_model.model(), PROMPTS, max_tokens=8, **options)
+
+
+def lines_of(text):
+    return [json.loads(line) for line in text.split("\n")[:-1]]
+
+
+def untimed(lines):
+    return [{key: value for key, value in line.items() if key != "timing"} for line in lines]
+
+
+@pytest.fixture
+def prompt_file(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps(prompt) + "\n" for prompt in PROMPTS), "utf-8")
+    return path
+
+
+# -- what it prints and writes ---------------------------------------------------------------------
+
+
+def test_one_prompt_streams_to_the_terminal(capsys, tmp_path):
+    out = tmp_path / "out.jsonl"
+    assert run("Tell me a story.", "--max-tokens", 9, "--seed", 4, "--out", out) == 0
+    (result,) = di.generate(tiny_model.model(), ["Tell me a story."], max_tokens=9, seed=4)
+    printed = capsys.readouterr()
+    assert printed.out == result.text + "\n"
+    assert printed.err == ""
+    (line,) = lines_of(out.read_text("utf-8"))
+    assert tuple(line["tokens"]) == result.tokens
+
+
+def test_options_reach_the_reply(capsys):
+    options = ["--temperature", 0.7, "--top-p", 0.9, "--top-k", 50, "--min-p", 0.001, "--thinking"]
+    assert run("a", "--max-tokens", 7, *options, "--stop", "q", "--stop-token-id", 3) == 0
+    (result,) = di.generate(
+        tiny_model.model(), ["a"], max_tokens=7, temperature=0.7, top_p=0.9, top_k=50, min_p=0.001,
+        thinking=True, stop=["q"], stop_token_ids=[3],
+    )  # fmt: skip
+    assert capsys.readouterr().out == result.text + "\n"
+
+
+def test_many_prompts_give_lines_that_hold_the_results(capsys, prompt_file):
+    assert run("--prompts", prompt_file, "--max-tokens", 8, "--batch-size", 1) == 0
+    found = lines_of(capsys.readouterr().out)
+    for index, (line, result) in enumerate(zip(found, expected(batch_size=1), strict=True)):
+        timing = Timing(**line.pop("timing"))
+        assert timing.admitted_s <= timing.first_token_s <= timing.finished_s
+        assert line.pop("index") == index
+        for key, value in line.items():
+            given = getattr(result, key)
+            assert value == (list(given) if isinstance(given, tuple) else given)
+    assert [line["id"] for line in found] == ["add", 1, 2]
+
+
+def test_prompts_come_from_standard_input(capsys, monkeypatch, prompt_file):
+    monkeypatch.setattr(sys, "stdin", io.StringIO(prompt_file.read_text("utf-8")))
+    assert run("--prompts", "-", "--max-tokens", 8, "--batch-size", 1) == 0
+    assert len(lines_of(capsys.readouterr().out)) == len(PROMPTS)
+
+
+def test_a_run_is_taken_up_where_it_stopped(capsys, tmp_path, prompt_file):
+    whole, torn = tmp_path / "whole.jsonl", tmp_path / "torn.jsonl"
+    common = ["--prompts", prompt_file, "--max-tokens", 8, "--batch-size", 1]
+    assert run(*common, "--out", whole) == 0
+    first, second, _ = whole.read_text("utf-8").splitlines(keepends=True)
+    torn.write_text(first + second[: len(second) // 2], "utf-8")
+    assert run(*common, "--out", torn, "--resume") == 0
+    ends = [untimed(lines_of(path.read_text("utf-8"))) for path in (whole, torn)]
+    assert ends[0] == ends[1]
+    before = torn.read_bytes()
+    assert run(*common, "--out", torn, "--resume") == 0
+    assert torn.read_bytes() == before
+    assert "nothing is missing" in capsys.readouterr().err
+
+
+def result(index):
+    timing = Timing(0.0, 0.0, 0.0)
+    return Result(
+        index, "p", f"t\u2028{index}", (1,), (-1.0,), (-1.0,), ("",), "stop", 1, 0, timing
+    )
+
+
+@given(order=st.permutations(range(6)), written=st.integers(0, 6))
+def test_lines_in_order_wait_for_those_before_and_are_never_lost(order, written):
+    stream = io.StringIO()
+    lines = records.Lines(stream, in_order=True, indices=range(6))
+    for index in order[:written]:
+        lines.write(result(index), index)
+        found = [line["index"] for line in lines_of(stream.getvalue())]
+        assert found == list(range(len(found)))
+    lines.close()
+    found = [line["index"] for line in lines_of(stream.getvalue())]
+    assert found == sorted(order[:written])
+
+
+# -- when it stops ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("flags", [[], ["--in-order"]])
+@pytest.mark.parametrize(
+    ("error", "status", "message"),
+    [
+        (KeyboardInterrupt(), 130, "interrupted: 2 of 3 results are written in"),
+        (FloatingPointError("not a number"), 1, "not a number"),
+    ],
+)
+def test_finished_results_survive(
+    capsys, monkeypatch, tmp_path, prompt_file, flags, error, status, message
+):
+    whole = generation.updates
+
+    def torn(*args, **options):
+        results = 0
+        for update in whole(*args, **options):
+            yield update
+            results += update.result is not None
+            if results == 2:
+                raise error
+
+    monkeypatch.setattr(generation, "updates", torn)
+    out = tmp_path / "out.jsonl"
+    common = ["--max-tokens", 8, "--batch-size", 1, "--out", out, *flags]
+    assert run("--prompts", prompt_file, *common) == status
+    assert message in capsys.readouterr().err
+    monkeypatch.undo()
+    found = lines_of(out.read_text("utf-8"))
+    assert [line["text"] for line in found] == [r.text for r in expected(batch_size=1)[:2]]
+
+
+def test_a_full_disk_is_said_plainly(capsys, prompt_file):
+    assert (
+        run("--prompts", prompt_file, "--max-tokens", 8, "--batch-size", 1, "--out", "/dev/full")
+        == 1
+    )
+    assert "No space left" in capsys.readouterr().err
+
+
+def test_a_reader_that_goes_away_is_no_error():
+    """The pipe's other end is closed before the first line is written."""
+    command = [sys.executable, "-m", "deepinfer_jax", "info", "tiny-s"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        process.stdout.close()
+        assert process.stderr.read() == b""
+        assert process.wait(timeout=120) == 141
+
+
+# -- what it refuses -------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def refused(capsys, monkeypatch):
+    """Runs the command, which must refuse with status 2 before loading; returns its message."""
+
+    def never(*args, **options):
+        raise AssertionError("weights were loaded before the input was checked")
+
+    def check(*args):
+        monkeypatch.setattr(loading, "load", never)
+        assert run(*args) == 2
+        printed = capsys.readouterr()
+        assert printed.out == ""
+        assert printed.err.count("\n") == 1
+        return printed.err
+
+    return check
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ([], "give PROMPT arguments or --prompts FILE"),
+        (["a", "--prompts", "b"], "one of the two"),
+        (["a", ""], "PROMPT 2: prompt must be a non-empty string"),
+        (["a", "--temperature", "nan"], "temperature must be finite"),
+        (["a", "--temperature", "-1"], "temperature must be finite"),
+        (["a", "--top-p", "0"], "top_p must be in (0, 1]"),
+        (["a", "--seed", "-1"], "seed must be in"),
+        (["a", "--max-tokens", "1100"], "together 1105, the model is loaded for max_length=1024"),
+        (["a", "--max-length", "9000"], "max_length must be between 1 and"),
+        (["a", "--model", "spark-huge"], "unknown model 'spark-huge': give one of the shipped"),
+        (["a", "--batch-size", "0"], "batch_size must be at least 1"),
+        (["a", "--prompts", ""], "one of the two"),
+        (["--prompts", "missing.jsonl"], "missing.jsonl cannot be read: No such file"),
+        (["--prompts", "/"], "cannot be read: Is a directory"),
+        (["a", "--out", "missing/out.jsonl"], "the folder missing does not exist"),
+        (["a", "--out", "/"], "cannot be written: Is a directory"),
+        (["a", "--resume"], "--resume needs --out"),
+    ],
+)
+def test_bad_arguments(refused, args, message):
+    assert message in refused(*args)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (b"", "holds no prompts"),
+        (b'{"prompt": "a"}\n{"prompt": \n', ":2: broken JSON"),
+        (b'{"prompt": "a"}\n\n{"prompt": "a", "colour": 1}\n', ":3: unknown key 'colour'"),
+        (b'{"prompt": "a", "temperature": NaN}\n', ":1: temperature must be finite"),
+        (b'{"prompt": "a", "max_tokens": 5000}\n', ":1: the prompt has 5 tokens"),
+        (b'{"prompt": "a", "id": 1}\n{"prompt": "a", "id": "1"}\n', ":2: id '1' is also that of"),
+        (b'{"prompt": "\xff"}\n', "is not UTF-8"),
+    ],
+)
+def test_bad_prompt_files(refused, tmp_path, text, message):
+    path = tmp_path / "prompts.jsonl"
+    path.write_bytes(text)
+    said = refused("--prompts", path)
+    assert message in said
+    assert "prompts.jsonl" in said
+
+
+def test_results_are_not_written_over(refused, tmp_path):
+    out = tmp_path / "out.jsonl"
+    out.write_text('{"id": 0, "seed": 1}\n')
+    assert "holds results already: add --resume" in refused("a", "--out", out)
+    assert "id '0' with seed 1 is not of this run" in refused("a", "--out", out, "--resume")
+    out.write_text("notes\n")
+    assert "out.jsonl:1 is not a result" in refused("a", "--out", out, "--resume")
+    assert out.read_text() == "notes\n"
+
+
+def test_a_damaged_model_is_refused(capsys, tmp_path):
+    for name in ("config.json", "tokenizer.json"):
+        (tmp_path / name).write_bytes((tiny_model.folder() / name).read_bytes())
+    assert cli.main(["generate", "--model", str(tmp_path), "a"]) == 2
+    assert "no model.safetensors" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("args", [[], ["generate", "a", "--top-k", "1.5"], ["paint"]])
+def test_bad_usage(capsys, args):
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(args)
+    assert "usage: deepinfer-jax" in capsys.readouterr().err
+
+
+# -- around it -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        ("deepseek-v4.1-flash", ["96,085 tensors", "510,286,023,000", "890"]),
+        ("spark-tiny", ["full+candidates", "DSpark draft"]),
+        (str(tiny_model.folder()), ["full+candidates", "tensors"]),
+    ],
+)
+def test_info_describes_a_model(capsys, model, words):
+    assert cli.main(["info", model]) == 0
+    printed = capsys.readouterr().out
+    assert all(word in printed for word in words)
+
+
+def test_info_refuses_what_it_does_not_know(capsys, tmp_path):
+    assert cli.main(["info", "spark-huge"]) == 2
+    assert "give one of spark-tiny, deepseek-v4.1-flash" in capsys.readouterr().err
+    (tmp_path / "config.json").write_text("{}")
+    assert cli.main(["info", str(tmp_path)]) == 2
+    assert "missing field" in capsys.readouterr().err
+
+
+def test_version_and_help_need_no_jax():
+    program = (
+        "import sys, deepinfer_jax.cli as cli\n"
+        "try: cli.main(sys.argv[1:])\n"
+        "except SystemExit as end: sys.exit(end.code or 'jax' in sys.modules)"
+    )
+    for args in (["--version"], ["generate", "--help"]):
+        command = [sys.executable, "-c", program, *args]
+        done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60)
+        assert "deepinfer-jax" in done.stdout
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_progress_is_for_terminals():
+    for stream, shown in ((Terminal(), True), (io.StringIO(), False)):
+        progress = Progress(4, stream)
+        progress.show(1, 10)
+        progress.show(4, 1234)
+        progress.close()
+        assert ("4/4 replies, 1,234 tokens" in stream.getvalue()) == shown
+        assert stream.getvalue().endswith("\n") == shown
+
+
+def test_compiled_programs_are_kept_in_the_users_cache(capsys, monkeypatch, tmp_path):
+    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs",
+             "jax_persistent_cache_min_entry_size_bytes")  # fmt: skip
+    before = {name: jax.config.values[name] for name in names}
+    compiled.use_compilation_cache()
+    assert {name: jax.config.values[name] for name in names} == before
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    try:
+        jax.config.update("jax_compilation_cache_dir", None)
+        compiled.use_compilation_cache()
+        chosen = jax.config.values["jax_compilation_cache_dir"]
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
+    assert chosen.startswith(str(tmp_path / "deepinfer-jax"))
+    assert "compiling for the first time" in capsys.readouterr().err
+
+
+def test_a_cache_that_cannot_be_made_costs_nothing_else(capsys, monkeypatch, tmp_path):
+    (tmp_path / "deepinfer-jax").write_text("in the way")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    before = jax.config.values["jax_compilation_cache_dir"]
+    try:
+        jax.config.update("jax_compilation_cache_dir", None)
+        compiled.use_compilation_cache()
+        assert jax.config.values["jax_compilation_cache_dir"] is None
+    finally:
+        jax.config.update("jax_compilation_cache_dir", before)
+    assert "not kept" in capsys.readouterr().err
