@@ -166,10 +166,12 @@ def _publish(call: Call, kind: LayerKind, layer: Any, s: Stream) -> Stream:
     lat = compress.latent(raw, p, cfg, numerics)
     angle = compress.entry_angle(call.tables, rows, kind.ratio)
     keys = {n: at_layer(call.params["indexer"][n], source) for n in ("wk", "k_norm")}
-    kv = compress.main_vector(lat, angle, numerics)
     key = lax.stop_gradient(compress.index_key(keys, lat, angle, cfg, numerics))
     if cache is None:
-        return dataclasses.replace(s, latest=(kv, key))
+        return dataclasses.replace(s, latest=(compress.main_vector(lat, angle, numerics), key))
+    # The codec quantizes. It must see what `main_vector` sees, not its result: where a group's
+    # largest element was rounded down, a second scale could come out smaller and clip the group.
+    kv = compress.rotated(lat, angle)
     stored = _ordinal(places.stored, layer)
     return dataclasses.replace(s, cache=_store_entries(call, cache, kind.ratio, stored, kv, key))
 

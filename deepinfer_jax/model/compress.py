@@ -64,9 +64,14 @@ def entry_angle(tables: Tables, rows: Rows, ratio: int) -> Rotation:
     return rope.at(tables.yarn, rows.positions - (ratio - 1))
 
 
+def rotated(lat: jax.Array, angle: Rotation) -> jax.Array:
+    """Compressed KV of latents [T, Hd] before its quantizer: what a cache stores."""
+    return rope.rotate(lat, angle)
+
+
 def main_vector(lat: jax.Array, angle: Rotation, numerics: Numerics) -> jax.Array:
-    """Compressed KV, key and value at once, of latents [T, Hd]."""
-    kv = rope.rotate(lat, angle)
+    """Compressed KV, key and value at once, of latents [T, Hd]: what attention reads."""
+    kv = rotated(lat, angle)
     return quant.qdq_main(kv) if numerics.quantize_kv else kv
 
 
