@@ -62,10 +62,10 @@ def prefill(
     )
     last = last_rows(hidden.rows, cache.slots)
     logits = head.logits(params, hidden.output[last], numerics)
-    ends = hidden.rows.positions[last] + 1
-    present = jnp.zeros((cache.slots,), bool)
-    present = present.at[jnp.where(rows.real, rows.slots, cache.slots)].set(True, mode="drop")
-    lengths = jnp.where(present, ends, cache.lengths)
+    # From the call's rows: a compact replay may have dropped every row of a slot's early chunk.
+    target = jnp.where(rows.real, rows.slots, cache.slots)
+    ends = jnp.zeros((cache.slots,), jnp.int32).at[target].max(rows.positions + 1, mode="drop")
+    lengths = jnp.where(ends > 0, ends, cache.lengths)
     sampled = samplers.sample(logits, sampling, ends)
     return sampled, dataclasses.replace(cache, lengths=lengths)
 
