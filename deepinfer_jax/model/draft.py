@@ -119,7 +119,8 @@ def _attend_blocks(
     """`_attend_row` for all rows, block by block (`rows="dense"`): q [B * N, H, Hd]."""
     cfg, size, rows = scene.cfg, scene.size, scene.rows
     anchor, slot = scene.anchors[::size], jnp.maximum(rows.slots[::size], 0)
-    wanted = anchor[:, None] - cfg.sliding_window + jnp.arange(cfg.sliding_window, dtype=jnp.int32)
+    back = jnp.arange(-cfg.sliding_window, 0, dtype=jnp.int32)
+    wanted = anchor[:, None] + back[None, :]
     place = jnp.maximum(wanted, 0) % scene.ring.shape[2]
     old = scene.codec.load(scene.ring[layer, slot[:, None], place], new.dtype)
     keys = jnp.concatenate([old, new.reshape(-1, size, new.shape[-1])], axis=1)

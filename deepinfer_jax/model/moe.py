@@ -115,7 +115,7 @@ def _all_experts(
         nx.float_weight(pick(stacks[name]), numerics.dtype) for name in ("w1", "w2", "w3")
     )
     experts, width, d = w1.shape
-    number = jnp.arange(experts, dtype=jnp.int32)
+    number = jnp.arange(experts, dtype=jnp.int32)[None, None]
     chosen = jnp.where(routed.experts[..., None] == number, routed.weights[..., None], 0)
     weight = nx.ordered_sum([chosen[:, i] for i in range(chosen.shape[1])])
     gate = nx.linear(x, w1.reshape(-1, d), numerics, cfg.quantized)

@@ -55,7 +55,7 @@ def selected_mask(selected: jax.Array, count: int) -> jax.Array:
     if selected.shape[1] >= count:  # then a list holds all that its row may see: a prefix
         kept = jnp.count_nonzero(selected >= 0, axis=1)
         return jnp.arange(count, dtype=jnp.int32)[None, :] < kept[:, None]
-    return jnp.any(selected[:, :, None] == jnp.arange(count, dtype=jnp.int32), axis=1)
+    return jnp.any(selected[:, :, None] == jnp.arange(count, dtype=jnp.int32)[None, None], axis=1)
 
 
 def visible_mask(rows: Rows, count: int, ratio: int) -> jax.Array:
@@ -75,9 +75,9 @@ def make_keys(
     own = new.reshape(-1, length // window, window, new.shape[-1])
     before = jnp.pad(own, ((0, 0), (1, 0), (0, 0), (0, 0)))[:, :-1]
     chunks = own.shape[1]
-    offset = jnp.arange(window, dtype=jnp.int32)
-    place = jnp.arange(2 * window, dtype=jnp.int32)
-    inside = (place > offset[:, None]) & (place <= offset[:, None] + window)
+    offset = jnp.arange(window, dtype=jnp.int32)[:, None]
+    place = jnp.arange(2 * window, dtype=jnp.int32)[None, :]
+    inside = (place > offset) & (place <= offset + window)
     position = (jnp.arange(chunks, dtype=jnp.int32)[:, None] - 1) * window + place
     least = jnp.maximum(floor, 0).reshape(-1, chunks, window, 1)
     near_mask = inside[None, None] & (position[None, :, None, :] >= least)

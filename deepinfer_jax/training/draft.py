@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -43,7 +42,7 @@ class Anchors:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """Mean losses, and per draft position [N]: acceptance under shared noise, and greedy matches."""
+    """Mean losses; per draft position [N], acceptance under shared noise and greedy matches."""
 
     loss: jax.Array
     cross_entropy: jax.Array
@@ -117,7 +116,8 @@ def heads(
 
 def forced_tokens(tokens: jax.Array, anchors: Anchors, size: int, shift: int = 0) -> jax.Array:
     """Tokens [B * A, N] at the anchor + `shift` and after it, from tokens [B, S]."""
-    place = anchors.positions[..., None] + shift + jnp.arange(size, dtype=jnp.int32)
+    offset = jnp.arange(shift, shift + size, dtype=jnp.int32)[None, None]
+    place = anchors.positions[..., None] + offset
     place = jnp.minimum(place, tokens.shape[1] - 1).reshape(tokens.shape[0], -1)
     return jnp.take_along_axis(tokens, place, axis=1).reshape(-1, size)
 
@@ -158,7 +158,7 @@ def batch_loss(
     anchors = choose_anchors(key, answer, count, size)
     made = heads(params, tables, lax.stop_gradient(hidden.taps), tokens, anchors, cfg, numerics)
     offset = jnp.arange(batch, dtype=jnp.int32)[:, None, None] * length
-    place = offset + anchors.positions[..., None] + jnp.arange(size, dtype=jnp.int32)
+    place = offset + anchors.positions[..., None] + jnp.arange(size, dtype=jnp.int32)[None, None]
     output = hidden.output[jnp.minimum(place, batch * length - 1).reshape(-1)]
     target = lax.stop_gradient(head.logits(params, output, numerics)).reshape(made.logits.shape)
     return losses(made, target, forced_tokens(tokens, anchors, size, 1), anchors.valid)
@@ -170,7 +170,7 @@ def losses(
     """The weighted losses of drafts against target logits [A, N, V] and true tokens [A, N]."""
     size = following.shape[1]
     valid = valid.reshape(-1, size).astype(jnp.float32)
-    weight = valid * np.exp(-np.arange(size) / FADE).astype(np.float32)
+    weight = valid * np.exp(-np.arange(size) / FADE).astype(np.float32)[None]
     share = weight / (jnp.sum(weight) + 1e-6)
     p, q = jax.nn.softmax(target, axis=-1), jax.nn.softmax(made.logits, axis=-1)
     cross = jnp.sum(share * pretrain.token_nll(made.logits, following))

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import functools
 import pathlib
+import shutil
 
 import jax
 
-from deepinfer_jax import checkpoint
+from deepinfer_jax import checkpoint, resources
 from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.params import Params
 from deepinfer_jax.training import masters
 
+TEXT_FILES = ("tokenizer.json", "engram_token_map.bin", "engram_token_map.json")
 SHARD_BYTES = 6_000_000  # small, so that everybody runs the sharded path
 
 
@@ -22,3 +24,9 @@ def write(values: Params, cfg: ModelConfig, folder: pathlib.Path) -> None:
     """
     stored = jax.jit(functools.partial(masters.stored, cfg=cfg))(values)
     checkpoint.save_params(jax.device_get(stored), cfg, folder, max_shard_bytes=SHARD_BYTES)
+
+
+def copy_text(folder: pathlib.Path) -> None:
+    """Put the shipped tokenizer and its token map beside the weights: a folder that loads."""
+    for name in TEXT_FILES:
+        shutil.copyfile(resources.model_folder("spark-tiny") / name, folder / name)

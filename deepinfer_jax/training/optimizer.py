@@ -12,7 +12,6 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-
 from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.params import Params
 from deepinfer_jax.training import masters

@@ -94,7 +94,7 @@ def token_nll(logits: jax.Array, tokens: jax.Array) -> jax.Array:
 
 def _load(experts: jax.Array, real: jax.Array, cfg: ModelConfig) -> jax.Array:
     number = jnp.arange(cfg.n_routed_experts, dtype=jnp.int32)
-    chosen = (experts[:, :, None] == number) & real[:, None, None]
+    chosen = (experts[:, :, None] == number[None, None]) & real[:, None, None]
     return jnp.count_nonzero(chosen, axis=(0, 1)).astype(jnp.float32)
 
 
@@ -133,7 +133,7 @@ def indexer_loss(call: Call, normed: list[jax.Array]) -> jax.Array:
 def _entries(
     call: Call, frozen: Call, layer: int, ratio: int, x: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Compressed KV (without gradient) and index keys (with) of one source: [B, N, Hd], [B, N, I]."""
+    """One source's compressed KV [B, N, Hd], without gradient, and index keys [B, N, I], with."""
     cfg, numerics, rows = call.cfg, call.numerics, call.rows
     source, pooled = int(ordinals(cfg).source[layer]), int(ordinals(cfg).pooled[layer])
     p: dict[str, Any] = {n: frozen.params["compressor"][n][source] for n in ("wkv", "norm")}

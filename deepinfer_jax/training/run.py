@@ -8,15 +8,12 @@ arguments on equal machines give equal models, up to the accelerator's own order
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 import dataclasses
 import functools
 import json
 import pathlib
-import queue
-import subprocess
-import sys
 import tempfile
-import threading
 import time
 from typing import Any
 
@@ -30,14 +27,14 @@ from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.params import Params
 from deepinfer_jax.tables import Tables
 from deepinfer_jax.training import dataset, draft, export, masters, optimizer, pretrain
+from deepinfer_jax.training.stream import Stream
 
 WARM = 0.12  # share of stage 1 in which every entry is attended to
 ROUND_FROM = 0.4  # share after which weights are rounded as the release stores them
 BIAS_RATE = 2e-3
 DRAFT_PEAK = 2e-3
 ANCHORS = 32  # per sequence
-BACKBONE_SHARE = 0.8  # of all tokens; the rest is for stage 2
-PART_TOKENS = 1 << 25
+BACKBONE_SHARE = 0.61  # of all tokens; the rest is for stage 2
 _STARTED = time.perf_counter()
 
 
@@ -70,7 +67,7 @@ def backbone_step(
     state: State, table: Tables, tokens: jax.Array, weights: jax.Array, dial: jax.Array,
     cfg: ModelConfig, mesh: Mesh,
 ) -> tuple[State, pretrain.Report]:  # fmt: skip
-    """One step of stage 1. dial [3]: learning rate, rounding amount, rate of the routers' biases."""
+    """One step of stage 1. dial [3]: learning rate, rounding amount, rate of router biases."""
     numerics = pretrain.training_numerics(cfg)
 
     def local(values, table, tokens, weights, amount):
@@ -119,24 +116,23 @@ class Programs:
     """The programs of a run, compiled side by side in threads; asking for one waits for it."""
 
     def __init__(self) -> None:
-        self._done: dict[str, Any] = {}
-        self._threads: dict[str, threading.Thread] = {}
+        self._pool = concurrent.futures.ThreadPoolExecutor()
+        self._futures: dict[str, concurrent.futures.Future] = {}
 
     def start(self, name: str, step: Any, *args: Any, static: tuple[int, ...]) -> None:
         """Begin to compile step(*args), its first argument donated."""
 
-        def build() -> None:
+        def build() -> Any:
             begun = time.perf_counter()
             jitted = jax.jit(step, static_argnums=static, donate_argnums=0)
-            self._done[name] = jitted.lower(*args).compile()
+            program = jitted.lower(*args).compile()
             print(f"compiled {name} in {time.perf_counter() - begun:.0f} s", flush=True)
+            return program
 
-        self._threads[name] = threading.Thread(target=build)
-        self._threads[name].start()
+        self._futures[name] = self._pool.submit(build)
 
     def __getitem__(self, name: str) -> Any:
-        self._threads[name].join()
-        return self._done[name]
+        return self._futures[name].result()
 
 
 def start_programs(
@@ -174,42 +170,6 @@ def first_state(values: Params, cfg: ModelConfig, part: str | None = None) -> St
     return State(values[part], optimizer.init(values[part], rules))
 
 
-class Stream:
-    """Batches of corpus rows, written by other processes while training runs."""
-
-    def __init__(self, plan: Plan, folder: pathlib.Path) -> None:
-        self._parts: queue.Queue = queue.Queue()
-        self._rows = np.zeros((0, plan.context), np.uint16)
-        self._plan, self._folder = plan, folder
-        threading.Thread(target=self._produce, daemon=True).start()
-
-    def _produce(self) -> None:
-        left, number = self._plan.tokens, 0
-        while left > 0:
-            file = self._folder / f"rows-{number}.npy"
-            size = min(left, PART_TOKENS if number else PART_TOKENS // 4)
-            seed = str(self._plan.seed * 1000 + number)
-            command = [
-                sys.executable,
-                "-m",
-                "deepinfer_jax.training.dataset",
-                "--tokens",
-                str(size),
-            ]
-            command += ["--seed", seed, "--context", str(self._plan.context), "--out", str(file)]
-            subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-            self._parts.put(np.load(file))
-            file.unlink()
-            left, number = left - size, number + 1
-
-    def take(self, count: int) -> np.ndarray:
-        """The next rows [count, context], int32."""
-        while self._rows.shape[0] < count:
-            self._rows = np.concatenate([self._rows, self._parts.get(timeout=600)])
-        batch, self._rows = self._rows[:count], self._rows[count:]
-        return batch.astype(np.int32)
-
-
 @dataclasses.dataclass
 class Clock:
     """Progress of a stage in [0, 1]: by steps, or by time where `until` comes first.
@@ -229,13 +189,15 @@ class Clock:
 
 
 def run_backbone(
-    cfg: ModelConfig, table: Tables, stream: Stream, programs: Programs, plan: Plan, mesh: Mesh,
-    log: pathlib.Path, until: float,
+    values: Params, cfg: ModelConfig, stream: Stream, table: Tables, programs: Programs,
+    plan: Plan, mesh: Mesh, log: pathlib.Path, until: float,
 ) -> Params:  # fmt: skip
-    """Stage 1: trained masters. A run that would outlast `until` (see `Clock`) goes by time instead of
-    tokens, so that its learning rate reaches zero in any case.
+    """Stage 1: trained masters, from the masters `values` on (they are used up).
+
+    A run that would outlast `until` (see `Clock`) goes by time instead of tokens, so that its
+    learning rate reaches zero in any case.
     """
-    state = first_state(masters.init(plan.seed, cfg), cfg)
+    state = first_state(values, cfg)
     batch = plan.rows * mesh.devices.size
     program, first = programs["warm"], None
     steps = int(plan.tokens * BACKBONE_SHARE) // (batch * plan.context)
@@ -261,8 +223,8 @@ def run_backbone(
 
 
 def run_draft(
-    values: Params, cfg: ModelConfig, table: Tables, stream: Stream, programs: Programs, plan: Plan,
-    log: pathlib.Path, until: float,
+    values: Params, cfg: ModelConfig, stream: Stream, table: Tables, programs: Programs,
+    plan: Plan, log: pathlib.Path, until: float,
 ) -> Params:  # fmt: skip
     """Stage 2: masters with trained draft heads; `until` as in `run_backbone`."""
     backbone = jax.jit(masters.released, static_argnums=1)(values, cfg)
@@ -320,14 +282,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--preset", choices=("spark-tiny", "tiny-s"), default="spark-tiny")
     parser.add_argument("--out", type=pathlib.Path, required=True, help="folder to write")
-    parser.add_argument("--resume", type=pathlib.Path, help="folder with masters of a former run")
+    parser.add_argument(
+        "--resume", type=pathlib.Path, help="masters of a former run; moments start anew"
+    )
     parser.add_argument("--stage", choices=("both", "backbone", "draft"), default="both")
-    parser.add_argument("--tokens", type=int, default=300_000_000, help="of both stages")
+    parser.add_argument("--tokens", type=int, default=257_000_000, help="of both stages")
     parser.add_argument("--rows", type=int, default=64, help="sequences a step and device")
     parser.add_argument("--peak", type=float, default=4e-3, help="learning rate of stage 1")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--backbone-until", type=float, default=float("inf"))
-    parser.add_argument("--draft-until", type=float, default=float("inf"))
+    for stage in ("backbone", "draft"):
+        parser.add_argument(
+            f"--{stage}-until", type=float, default=float("inf"), metavar="SECONDS",
+            help="end this stage so many seconds after the start, its schedule squeezed to fit",
+        )  # fmt: skip
     options = parser.parse_args()
     if options.stage == "draft" and options.resume is None:
         parser.error("--stage draft needs --resume FOLDER with the masters of stage 1")
@@ -341,21 +308,22 @@ def train(options: argparse.Namespace) -> None:
     plan = Plan(options.tokens, options.rows, options.peak, options.seed)
     mesh = make_mesh()
     programs = start_programs(cfg, table, plan, mesh, options.stage)
+    resumed = options.resume is not None
+    values = masters.load(options.resume, cfg) if resumed else masters.init(plan.seed, cfg)
     with tempfile.TemporaryDirectory() as scratch:
-        stream = Stream(plan, pathlib.Path(scratch))
-        if options.stage == "draft":
-            values = masters.load(options.resume, cfg)
-        else:
+        stream = Stream(plan.seed, plan.tokens, plan.context, pathlib.Path(scratch))
+        if options.stage != "draft":
             log = options.out / "backbone.jsonl"
             values = run_backbone(
-                cfg, table, stream, programs, plan, mesh, log, options.backbone_until
+                values, cfg, stream, table, programs, plan, mesh, log, options.backbone_until
             )
             masters.save(values, options.out)
         if options.stage != "backbone":
             log = options.out / "draft.jsonl"
-            values = run_draft(values, cfg, table, stream, programs, plan, log, options.draft_until)
+            values = run_draft(values, cfg, stream, table, programs, plan, log, options.draft_until)
             masters.save(values, options.out)
     export.write(values, cfg, options.out)
+    export.copy_text(options.out)
     print(f"wrote {options.out}", flush=True)
 
 
