@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Literal
 
+import jax
 import numpy as np
 import tokenizers
 
 from deepinfer_jax import checkpoint, resources, text
 from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.numerics import Numerics
-from deepinfer_jax.params import Params
+from deepinfer_jax.params import Params, decode, decoded_bytes
 from deepinfer_jax.tables import Tables, make_tables
 from deepinfer_jax.text import Tokenizer
 from deepinfer_jax.text.engram_map import MAP_FILE, TOKENIZER_FILE
@@ -19,6 +21,8 @@ from deepinfer_jax.text.engram_map import MAP_FILE, TOKENIZER_FILE
 # Longest sequence that a model is prepared for unless the caller asks for more. Rotation tables
 # have a row per position: at the released 1M positions they would take half a gigabyte.
 DEFAULT_LENGTH = 1 << 16
+# Largest tree of decoded weights that `weights="auto"` makes on a CPU.
+DECODED_LIMIT = 1 << 30
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -51,6 +55,7 @@ def load(
     *,
     numerics: Numerics | None = None,
     max_length: int | None = None,
+    weights: Literal["auto", "stored", "decoded"] = "auto",
 ) -> Model:
     """Load a shipped model by name, or a checkpoint in the released layout from its folder.
 
@@ -59,6 +64,9 @@ def load(
         and safetensors shards. A shipped name wins over a folder of that name (write `./NAME`).
       numerics: what fixes the bits; default `Numerics.native` for how the checkpoint is stored.
       max_length: most tokens of a sequence; default is the model's own limit, at most 65,536.
+      weights: "stored" keeps the released formats in memory; "decoded" decodes them once (see
+        `params.decode`), which is several times faster on a CPU and gives the same bits; "auto"
+        decodes on a CPU while the result stays below 1 GiB.
 
     Raises:
       FileNotFoundError: no such model or folder, or a file of it is missing.
@@ -73,10 +81,19 @@ def load(
         name=str(model),
         cfg=cfg,
         numerics=Numerics.native(cfg.quantized) if numerics is None else numerics,
-        params=checkpoint.load_params(folder, cfg),
+        params=_in_memory(checkpoint.load_params(folder, cfg), cfg, weights),
         tables=tables,
         tokenizer=tokenizer,
     )
+
+
+def _in_memory(params: Params, cfg: ModelConfig, weights: str) -> Params:
+    if weights not in ("auto", "stored", "decoded"):
+        raise ValueError(f'weights must be "auto", "stored" or "decoded", got {weights!r}')
+    if weights == "auto":
+        small = decoded_bytes(cfg) <= DECODED_LIMIT
+        weights = "decoded" if small and jax.default_backend() == "cpu" else "stored"
+    return decode(params) if weights == "decoded" else params
 
 
 def find_folder(model: str | Path) -> Path:

@@ -407,6 +407,35 @@ def _quantize(tiles: jax.Array, format: quant.Format) -> Quantized:
     return quant.quantize(tiles, format)
 
 
+@jax.jit
+def decode(params: Params) -> Params:
+    """The same weights decoded to bfloat16 bit patterns: more memory, no decoding at every step.
+
+    Values and results stay the same in every bit. Matrices stored in FP8 or FP4 or stacked over
+    layers in bfloat16 are decoded; the Engram tables, of which a token reads a few rows, are not.
+    """
+    spared = {"engram", "vision"}
+
+    def one(leaf: Any) -> Any:
+        stacked = not is_weight(leaf) and leaf.dtype == jnp.bfloat16 and leaf.ndim > 2
+        return quant.decode_to_bits(leaf) if is_weight(leaf) or stacked else leaf
+
+    done = {
+        name: tree if name in spared else jax.tree.map(one, tree, is_leaf=is_weight)
+        for name, tree in params.items()
+    }
+    done["engram"] = tuple(
+        {**memory, "wkv": one(memory["wkv"])} for memory in params.get("engram", ())
+    )
+    return done
+
+
+def decoded_bytes(cfg: ModelConfig) -> int:
+    """Bytes of the weights after `decode`, from the abstract tree."""
+    sizes = jax.eval_shape(decode, shapes(cfg))
+    return sum(math.prod(a.shape) * a.dtype.itemsize for a in jax.tree.leaves(sizes))
+
+
 @functools.partial(jax.jit, static_argnums=1)
 def widen(params: Params, dtype: Any = jnp.float32) -> Params:
     """Every leaf as a plain float array of `dtype` (exact for float32)."""

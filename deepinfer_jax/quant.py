@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-Format = Literal["fp8_block", "fp8_group", "fp4_group"]
+Format = Literal["fp8_block", "fp8_group", "fp4_group", "bf16_bits"]
 GROUP = 32  # columns (and, for fp8_block, rows) that share one e8m0 scale
 MAIN_KV_GROUP = 16  # columns that share one e4m3 scale in the compressed main KV
 
@@ -30,12 +30,13 @@ _DOUBLED_E2M1 = 0xC8643210  # twice the magnitude of e2m1 code c, in bits 4c .. 
 )
 @dataclasses.dataclass(frozen=True)
 class Quantized:
-    """A weight in its released storage.
+    """A weight in its released storage, or decoded to the bits of its bfloat16 values.
 
-    format      codes (uint8)                          scale (uint8, e8m0)
-    fp8_block   [..., N, K] e4m3                       [..., ceil(N/32), ceil(K/32)]
-    fp8_group   [..., N, K] e4m3                       [..., N, K/32]
-    fp4_group   [..., N, K/2], even column in bits 0-3  [..., N, K/32]
+    format      codes                                        scale (uint8, e8m0)
+    fp8_block   uint8 [..., N, K] e4m3                       [..., ceil(N/32), ceil(K/32)]
+    fp8_group   uint8 [..., N, K] e4m3                       [..., N, K/32]
+    fp4_group   uint8 [..., N, K/2], even column low nibble  [..., N, K/32]
+    bf16_bits   uint16 [..., N, K]                           None
     """
 
     codes: Any
@@ -85,6 +86,8 @@ def _spread(scale: jax.Array, group: int, width: int, axis: int) -> jax.Array:
 
 def dequantize(weight: Quantized, dtype: Any = jnp.bfloat16) -> jax.Array:
     """The stored weight [..., N, K] as floats; exact in bfloat16 and wider."""
+    if weight.format == "bf16_bits":
+        return lax.bitcast_convert_type(weight.codes, jnp.bfloat16).astype(dtype)
     scale = decode_e8m0(weight.scale)
     if weight.format == "fp4_group":
         value = decode_e2m1(unpack_nibbles(weight.codes))
@@ -94,6 +97,16 @@ def dequantize(weight: Quantized, dtype: Any = jnp.bfloat16) -> jax.Array:
         scale = _spread(scale, GROUP, value.shape[-2], -2)
     scale = _spread(scale, GROUP, value.shape[-1], -1)
     return (value * scale).astype(dtype)
+
+
+def decode_to_bits(weight: Quantized | jax.Array) -> Quantized:
+    """A stored or bfloat16 weight decoded once, to the bit patterns of its bfloat16 values (exact).
+
+    Bits and not floats, because XLA:CPU converts a whole stack of bfloat16 to float32 every time
+    one layer is sliced out of it.
+    """
+    value = dequantize(weight) if isinstance(weight, Quantized) else weight.astype(jnp.bfloat16)
+    return Quantized(lax.bitcast_convert_type(value, jnp.uint16), None, "bf16_bits")
 
 
 # -- encoding --------------------------------------------------------------------------------------
@@ -169,8 +182,8 @@ def _fp4_e4m3(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     g = _groups(x, MAIN_KV_GROUP)
     amax = jnp.maximum(jnp.max(jnp.abs(g), axis=-1), np.float32(6 * 2.0**-9))
     scale = _round_e4m3(jnp.minimum(amax / np.float32(6), np.float32(_E4M3_MAX)))
-    # Scales are no powers of two here, and compilers divide by multiplying with the reciprocal. That
-    # can miss an exact tie by its last bit; without the last three bits it finds all of them.
+    # Scales are no powers of two here, and compilers divide by multiplying with the reciprocal.
+    # That can miss an exact tie by its last bit; without the last three bits it finds all of them.
     quotient = g * (1 / scale)[..., None]
     quotient = lax.reduce_precision(quotient, exponent_bits=8, mantissa_bits=20)
     return jnp.clip(quotient, -_E2M1_MAX, _E2M1_MAX), scale

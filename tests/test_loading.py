@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import deepinfer_jax
-from deepinfer_jax import checkpoint, loading
+from deepinfer_jax import checkpoint, loading, params
 from deepinfer_jax.numerics import Numerics
 from tests import tiny_model
 
@@ -28,7 +28,7 @@ def change_config(folder, **fields):
 
 
 def test_a_folder_becomes_a_model():
-    model = loading.load(str(tiny_model.folder()))
+    model = loading.load(str(tiny_model.folder()), weights="stored")
     expected = checkpoint.load_params(tiny_model.folder())
     jax.tree.map(np.testing.assert_array_equal, model.params, expected)
     assert model.numerics == Numerics.native(model.cfg.quantized)
@@ -41,6 +41,21 @@ def test_numerics_and_length_can_be_given():
     model = loading.load(tiny_model.folder(), numerics=Numerics.fp32(), max_length=77)
     assert model.numerics == Numerics.fp32()
     assert model.max_length == 77
+
+
+def test_weights_are_decoded_on_a_cpu_while_they_are_small(monkeypatch):
+    stored = loading.load(tiny_model.folder(), weights="stored").params
+    small = loading.load(tiny_model.folder()).params
+    assert small["layers"]["attn"]["wq_a"].format == "bf16_bits"
+    jax.tree.map(np.testing.assert_array_equal, small, params.decode(stored))
+    monkeypatch.setattr(loading, "DECODED_LIMIT", 1000)
+    large = loading.load(tiny_model.folder()).params
+    jax.tree.map(np.testing.assert_array_equal, large, stored)
+
+
+def test_an_unknown_form_of_the_weights_is_refused():
+    with pytest.raises(ValueError, match="weights must be .*got 'wide'"):
+        loading.load(tiny_model.folder(), weights="wide")  # pyright: ignore[reportArgumentType]
 
 
 def test_the_representation_holds_no_arrays():

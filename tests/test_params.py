@@ -191,3 +191,16 @@ def test_widening_is_exact() -> None:
     want = codes.view(jnp.float8_e4m3fn).astype(np.float64) * 2.0 ** (spread.astype(int) - 127)
     np.testing.assert_array_equal(np.asarray(wide["wq_a"], np.float64), want)
     np.testing.assert_array_equal(bits(wide["norm"]), bits(tree["norm"].astype(np.float32)))
+
+
+def test_decoding_keeps_every_value(drawn: params.Params) -> None:
+    """The decoded tree widens to the same float32 tree; what a token reads by row stays stored."""
+    decoded = params.decode(drawn)
+    want, got = params.widen(drawn), params.widen(decoded)
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+    experts = decoded["layers"]["ffn"]["experts"]["w2"]
+    assert (experts.format, experts.codes.dtype, experts.scale) == ("bf16_bits", np.uint16, None)
+    assert decoded["engram"][0]["embed"].format == "fp8_group"
+    assert decoded["engram"][0]["wkv"].format == "bf16_bits"
+    total = sum(leaf.nbytes for leaf in jax.tree.leaves(decoded))
+    assert params.decoded_bytes(CONFIG) == total
