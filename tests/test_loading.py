@@ -54,7 +54,7 @@ def test_weights_are_decoded_on_a_cpu_while_they_are_small(monkeypatch):
 
 
 def test_an_unknown_form_of_the_weights_is_refused():
-    with pytest.raises(ValueError, match="weights must be .*got 'wide'"):
+    with pytest.raises(ValueError, match=r"weights must be .*got 'wide'"):
         loading.load(tiny_model.folder(), weights="wide")  # pyright: ignore[reportArgumentType]
 
 
