@@ -122,8 +122,12 @@ def test_stale_slots_are_left_out(golden: Arrays) -> None:
 
 
 def test_first_flip() -> None:
-    assert compare.first_flip(np.array([1e-6, 1e-5, 2e-3, 1e-6])) == 2
-    assert compare.first_flip(np.array([1e-6, 1e-5])) == 2
+    limits = (1e-4, 1e-3)
+    assert compare.first_flip(np.array([1e-6, 1e-5, 2e-3, 1e-6]), *limits) == 2
+    assert compare.first_flip(np.array([1e-6, 1e-5]), *limits) == 2
+    assert compare.first_flip(np.array([1e-6, 5e-4, 2e-3, 1e-6]), *limits) == 1
+    assert compare.first_flip(np.array([1e-6, 5e-4, 1e-6, 2e-3]), *limits) == 3
+    assert compare.first_flip(np.array([1e-6, 5e-4, 1e-6]), *limits) == 3
 
 
 def test_reader_reads_every_storage_type_and_compressed_files(tmp_path: Path) -> None:
