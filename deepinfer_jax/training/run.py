@@ -20,7 +20,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, PartitionSpec
 
 from deepinfer_jax import resources, tables
 from deepinfer_jax.config import ModelConfig
@@ -40,7 +39,7 @@ _STARTED = time.perf_counter()
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Sizes of a run; `rows` sequences of `context` tokens on each device make a batch."""
+    """Sizes of a run; `rows` sequences of `context` tokens make a batch."""
 
     tokens: int
     rows: int
@@ -58,30 +57,14 @@ class State:
     moments: optimizer.Moments
 
 
-def make_mesh() -> Mesh:
-    """All devices of this host along one axis."""
-    return Mesh(np.array(jax.devices()), ("data",))
-
-
 def backbone_step(
     state: State, table: Tables, tokens: jax.Array, weights: jax.Array, dial: jax.Array,
-    cfg: ModelConfig, mesh: Mesh,
+    cfg: ModelConfig,
 ) -> tuple[State, pretrain.Report]:  # fmt: skip
     """One step of stage 1. dial [3]: learning rate, rounding amount, rate of router biases."""
     numerics = pretrain.training_numerics(cfg)
-
-    def local(values, table, tokens, weights, amount):
-        f = functools.partial(pretrain.batch_loss, cfg=cfg, numerics=numerics)
-        (_, report), grads = jax.value_and_grad(f, has_aux=True)(
-            values, table, tokens, weights, amount
-        )
-        return jax.lax.pmean((grads, report), "data")
-
-    one, many = PartitionSpec(), PartitionSpec("data")
-    mapped = jax.shard_map(
-        local, mesh=mesh, in_specs=(one, one, many, many, one), out_specs=one, check_vma=False
-    )
-    grads, report = mapped(state.values, table, tokens, weights, dial[1])
+    f = functools.partial(pretrain.batch_loss, cfg=cfg, numerics=numerics)
+    grads, report = jax.grad(f, has_aux=True)(state.values, table, tokens, weights, dial[1])
     rules = optimizer.kinds(cfg, "backbone")
     values, moments = optimizer.update(
         state.values, grads, state.moments, dial[0], rules, optimizer.Settings()
@@ -135,22 +118,19 @@ class Programs:
         return self._futures[name].result()
 
 
-def start_programs(
-    cfg: ModelConfig, table: Tables, plan: Plan, mesh: Mesh, stages: str
-) -> Programs:
+def start_programs(cfg: ModelConfig, table: Tables, plan: Plan, stages: str) -> Programs:
     """Begin to compile all programs of the stages."""
     programs = Programs()
-    batch = plan.rows * mesh.devices.size
-    tokens = jax.ShapeDtypeStruct((batch, plan.context), jnp.int32)
+    tokens = jax.ShapeDtypeStruct((plan.rows, plan.context), jnp.int32)
     values = jax.eval_shape(lambda: masters.init(0, cfg))
     if stages != "draft":
         state = jax.eval_shape(lambda: first_state(masters.init(0, cfg), cfg))
-        weights = jax.ShapeDtypeStruct((batch, plan.context - 1), jnp.float32)
+        weights = jax.ShapeDtypeStruct((plan.rows, plan.context - 1), jnp.float32)
         dial = jax.ShapeDtypeStruct((3,), jnp.float32)
         warm = pretrain.all_entries(cfg, plan.context)
         for name, config in (("warm", warm), ("sparse", cfg)):
-            args = (state, table, tokens, weights, dial, config, mesh)
-            programs.start(name, backbone_step, *args, static=(5, 6))
+            args = (state, table, tokens, weights, dial, config)
+            programs.start(name, backbone_step, *args, static=(5,))
     if stages != "backbone":
         state = jax.eval_shape(lambda: first_state(masters.init(0, cfg), cfg, "draft"))
         tokens = jax.ShapeDtypeStruct((plan.rows, plan.context), jnp.int32)
@@ -190,7 +170,7 @@ class Clock:
 
 def run_backbone(
     values: Params, cfg: ModelConfig, stream: Stream, table: Tables, programs: Programs,
-    plan: Plan, mesh: Mesh, log: pathlib.Path, until: float,
+    plan: Plan, log: pathlib.Path, until: float,
 ) -> Params:  # fmt: skip
     """Stage 1: trained masters, from the masters `values` on (they are used up).
 
@@ -198,13 +178,12 @@ def run_backbone(
     learning rate reaches zero in any case.
     """
     state = first_state(values, cfg)
-    batch = plan.rows * mesh.devices.size
     program, first = programs["warm"], None
-    steps = int(plan.tokens * BACKBONE_SHARE) // (batch * plan.context)
+    steps = int(plan.tokens * BACKBONE_SHARE) // (plan.rows * plan.context)
     clock = Clock(steps, until)
     with log.open("w") as lines:
         while (progress := clock.progress()) < 1:
-            tokens = stream.take(batch)
+            tokens = stream.take(plan.rows)
             rate = optimizer.schedule(progress, plan.peak)
             rounding = 1.0 if progress >= ROUND_FROM else 0.0
             dial = np.array([rate, rounding, BIAS_RATE * rate / plan.peak], np.float32)
@@ -218,7 +197,7 @@ def run_backbone(
                 load = np.asarray(report.load)
                 spread = float((load.max(axis=1) / load.mean(axis=1)).mean())
                 facts = {"load": spread, "rate": rate, "progress": progress}
-                _write(lines, clock, first, batch * plan.context, report, facts)
+                _write(lines, clock, first, plan.rows * plan.context, report, facts)
     return state.values
 
 
@@ -287,7 +266,7 @@ def main() -> None:
     )
     parser.add_argument("--stage", choices=("both", "backbone", "draft"), default="both")
     parser.add_argument("--tokens", type=int, default=257_000_000, help="of both stages")
-    parser.add_argument("--rows", type=int, default=64, help="sequences a step and device")
+    parser.add_argument("--rows", type=int, default=64, help="sequences a step")
     parser.add_argument("--peak", type=float, default=4e-3, help="learning rate of stage 1")
     parser.add_argument("--seed", type=int, default=1)
     for stage in ("backbone", "draft"):
@@ -306,8 +285,7 @@ def train(options: argparse.Namespace) -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     cfg, table = load_preset(options.preset)
     plan = Plan(options.tokens, options.rows, options.peak, options.seed)
-    mesh = make_mesh()
-    programs = start_programs(cfg, table, plan, mesh, options.stage)
+    programs = start_programs(cfg, table, plan, options.stage)
     resumed = options.resume is not None
     values = masters.load(options.resume, cfg) if resumed else masters.init(plan.seed, cfg)
     with tempfile.TemporaryDirectory() as scratch:
@@ -315,7 +293,7 @@ def train(options: argparse.Namespace) -> None:
         if options.stage != "draft":
             log = options.out / "backbone.jsonl"
             values = run_backbone(
-                values, cfg, stream, table, programs, plan, mesh, log, options.backbone_until
+                values, cfg, stream, table, programs, plan, log, options.backbone_until
             )
             masters.save(values, options.out)
         if options.stage != "backbone":

@@ -1,0 +1,98 @@
+"""Stage 2: the training form is the serving draft, its label the coupled acceptance."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from deepinfer_jax import cache as caches
+from deepinfer_jax import rows as row_sets
+from deepinfer_jax.model import draft as serving
+from deepinfer_jax.model import forward
+from deepinfer_jax.numerics import Numerics
+from deepinfer_jax.training import draft, masters
+from tests.training.small_training import CONFIG, LENGTH, batch, table, values
+
+TOKENS = batch()
+NUMERICS = dataclasses.replace(Numerics.fp32_kvq(), rows="dense")
+
+
+@jax.jit
+def _both(weights, tables, tokens, positions):
+    """(training form, serving form) of the draft logits and confidences at anchors [B, A]."""
+    batch_size, count = positions.shape
+    rows = row_sets.batch_rows(tokens, jnp.full((batch_size,), LENGTH))
+    hidden, _ = forward.forward(weights, tables, rows, None, CONFIG, NUMERICS, length=LENGTH)
+    valid = jnp.ones((*positions.shape, CONFIG.dspark_block_size), bool)
+    anchors = draft.Anchors(positions, valid)
+    trained = draft.heads(weights, tables, hidden.taps, tokens, anchors, CONFIG, NUMERICS)
+
+    plain = dataclasses.replace(NUMERICS, rows="tiled")
+    cache = caches.init_cache(CONFIG, plain, batch_size, LENGTH, slack=LENGTH)
+    cache = serving.store_context(weights, tables, hidden, cache, CONFIG, plain)
+    slots = jnp.repeat(jnp.arange(batch_size, dtype=jnp.int32), count)
+
+    def forced(_, index):
+        return tokens[slots, jnp.minimum(index, LENGTH - 1)]
+
+    place = positions.reshape(-1)
+    made = serving.draft(
+        weights, tables, cache, slots, place, tokens[slots, place], forced, CONFIG, plain
+    )
+    return (trained.logits, trained.confidence), (made.logits, made.confidence)
+
+
+@pytest.mark.slow
+def test_training_form_equals_the_serving_draft():
+    positions = jnp.array([[2, 9, 15], [1, 12, 18]], jnp.int32)
+    weights = jax.jit(masters.released, static_argnums=1)(values(), CONFIG)
+    trained, served = _both(weights, table(), jnp.asarray(TOKENS), positions)
+    # float32 sums in another order.
+    np.testing.assert_allclose(trained[0], served[0], atol=1e-4)
+    np.testing.assert_allclose(trained[1], served[1], atol=1e-4)
+
+
+def test_anchors_stand_before_answers_and_count_an_unbroken_run():
+    answer = np.zeros((2, 12), bool)
+    answer[0, 4:9] = True
+    answer[1, 10:] = True
+    made = draft.choose_anchors(jax.random.key(0), jnp.asarray(answer), 5, 3)
+    for row, positions, valid in zip(answer, made.positions, made.valid, strict=True):
+        padded = np.concatenate([row, np.zeros(4, bool)])
+        for position, counts in zip(positions, valid, strict=True):
+            if counts[0]:
+                ahead = padded[int(position) + 1 : int(position) + 4]
+                np.testing.assert_array_equal(counts, np.cumprod(ahead) > 0)
+    assert int(made.valid[0, :, 0].sum()) == 5
+    assert int(made.valid[1, :, 0].sum()) == 2
+
+
+@settings(max_examples=25)
+@given(st.integers(0, 2**32 - 1), st.floats(0.1, 4.0))
+def test_coupled_acceptance_lies_between_its_bounds(seed, spread):
+    rng = np.random.default_rng(seed)
+    p, q = (np.exp(spread * rng.standard_normal(7)) for _ in range(2))
+    p, q = (p / p.sum()).astype(np.float32), (q / q.sum()).astype(np.float32)
+    distance = 0.5 * np.abs(p - q).sum()
+    got = float(draft.coupled_acceptance(jnp.asarray(p), jnp.asarray(q)))
+    assert (1 - distance) / (1 + distance) - 1e-5 <= got <= 1 - distance + 1e-5
+
+
+def test_acceptance_label_is_exact_where_all_ids_are_kept():
+    rng = np.random.default_rng(1)
+    p, q = (rng.dirichlet(np.ones(11), 4).astype(np.float32) for _ in range(2))
+    exact = draft.coupled_acceptance(jnp.asarray(p), jnp.asarray(q))
+    np.testing.assert_allclose(draft.acceptance_label(p, q), exact, atol=1e-5)
+
+
+def test_coupled_acceptance_is_the_rate_of_agreement_under_shared_noise():
+    rng = np.random.default_rng(2)
+    p, q = (rng.dirichlet(np.ones(5)).astype(np.float32) for _ in range(2))
+    noise = rng.gumbel(size=(40_000, 5))
+    agree = np.mean(np.argmax(np.log(p) + noise, 1) == np.argmax(np.log(q) + noise, 1))
+    got = float(draft.coupled_acceptance(jnp.asarray(p), jnp.asarray(q)))
+    assert abs(agree - got) < 4 * 0.5 / 200  # four standard errors

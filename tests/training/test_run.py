@@ -1,0 +1,60 @@
+"""A run from corpus to model folder, and its parts on the host."""
+
+import argparse
+import dataclasses
+import functools
+import json
+
+import numpy as np
+import pytest
+
+from deepinfer_jax import loading, resources, tables
+from deepinfer_jax.training import dataset, run, stream
+from tests.training.small_training import CONFIG
+
+CONTEXT = 128
+
+
+def test_clock_goes_by_steps_or_by_time():
+    by_steps = run.Clock(steps=4, until=float("inf"), step=3)
+    assert by_steps.progress() == 0.75
+    by_time = run.Clock(steps=4, until=0.0, step=0)
+    assert by_time.progress() == 1.0
+
+
+@pytest.mark.parametrize("preset", ["spark-tiny", "tiny-s"])
+def test_presets_fit_the_shipped_tokenizer(preset):
+    cfg, table = run.load_preset(preset)
+    assert cfg.vocab_size == dataset.load_tokenizer().get_vocab_size(with_added_tokens=True)
+    assert table.base.cos.shape[0] == dataset.CONTEXT
+
+
+def test_a_stream_repeats_and_ends_with_a_reason(tmp_path):
+    for name in "ab":
+        (tmp_path / name).mkdir()
+    one, two = (stream.Stream(5, 3 * CONTEXT, CONTEXT, tmp_path / name) for name in "ab")
+    np.testing.assert_array_equal(one.take(3), two.take(3))
+    with pytest.raises(EOFError, match="--tokens"):
+        one.take(1)
+
+
+@pytest.mark.slow
+def test_a_run_writes_a_folder_that_loads(tmp_path, monkeypatch):
+    vocabulary = dataset.load_tokenizer().get_vocab_size(with_added_tokens=True)
+    token_map = np.fromfile(resources.model_folder("spark-tiny") / "engram_token_map.bin", "<i4")
+    cfg = dataclasses.replace(
+        CONFIG, vocab_size=vocabulary, engram_compressed_vocab_size=int(token_map.max()) + 1
+    )
+    table = tables.make_tables(cfg, token_map, CONTEXT)
+    monkeypatch.setattr(run, "load_preset", lambda _: (cfg, table))
+    monkeypatch.setattr(run, "Plan", functools.partial(run.Plan, context=CONTEXT))
+    options = argparse.Namespace(
+        preset="spark-tiny", out=tmp_path / "out", resume=None, stage="both", rows=1,
+        tokens=100 * CONTEXT, peak=3e-3, seed=1, backbone_until=np.inf, draft_until=np.inf,
+    )  # fmt: skip
+    run.train(options)
+    model = loading.load(options.out)
+    assert model.cfg == cfg
+    for name, fields in (("backbone", "loss answer load"), ("draft", "loss acceptance")):
+        lines = (options.out / f"{name}.jsonl").read_text("utf-8").splitlines()
+        assert set(fields.split()) <= set(json.loads(lines[-1])), name
