@@ -193,7 +193,7 @@ def run_backbone(
             state, report = program(state, table, tokens, weights, dial)
             clock.step += 1
             first = first or time.perf_counter()
-            if clock.step % 20 == 0:
+            if clock.step % 20 == 0 or clock.progress() == 1:
                 load = np.asarray(report.load)
                 spread = float((load.max(axis=1) / load.mean(axis=1)).mean())
                 facts = {"load": spread, "rate": rate, "progress": progress}
@@ -220,7 +220,7 @@ def run_draft(
             state, report = program(state, backbone, table, rows, answer, rate)
             clock.step += 1
             first = first or time.perf_counter()
-            if clock.step % 20 == 0:
+            if clock.step % 20 == 0 or clock.progress() == 1:
                 facts = {"rate": float(rate), "progress": progress}
                 _write(lines, clock, first, plan.rows * plan.context, report, facts)
     return {**values, "draft": state.values}
@@ -233,7 +233,7 @@ def _write(lines, clock: Clock, first: float, batch: int, report: Any, facts: di
         value = np.asarray(getattr(report, field.name), np.float64)
         if value.size < 16:
             entry[field.name] = np.round(value, 4).tolist()
-    seconds = time.perf_counter() - first
+    seconds = time.perf_counter() - first + 1e-9
     entry |= {name: round(value, 5) for name, value in facts.items()}
     entry["tokens_per_second"] = round((clock.step - 1) * batch / seconds)
     lines.write(json.dumps(entry) + "\n")

@@ -36,6 +36,7 @@ def _outputs(weights, tables, rows):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("quick_compile")
 def test_dense_forms_equal_the_serving_forms():
     weights = jax.jit(masters.released, static_argnums=1)(values(), CONFIG)
     dense, serving = (_outputs(weights, table(), rows) for rows in ("dense", "tiled"))
@@ -62,6 +63,7 @@ def _gradients(weights, tables):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("quick_compile")
 def test_loss_falls_and_every_leaf_of_the_stage_learns():
     rules = optimizer.kinds(CONFIG, "backbone")
     step = jax.jit(

@@ -39,18 +39,21 @@ def test_a_stream_repeats_and_ends_with_a_reason(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("quick_compile")
 def test_a_run_writes_a_folder_that_loads(tmp_path, monkeypatch):
     vocabulary = dataset.load_tokenizer().get_vocab_size(with_added_tokens=True)
     token_map = np.fromfile(resources.model_folder("spark-tiny") / "engram_token_map.bin", "<i4")
     cfg = dataclasses.replace(
-        CONFIG, vocab_size=vocabulary, engram_compressed_vocab_size=int(token_map.max()) + 1
-    )
+        CONFIG, vocab_size=vocabulary, engram_compressed_vocab_size=int(token_map.max()) + 1,
+        num_hidden_layers=2, compress_ratios=(0, 1, 0), kv_source_layer_ids=(1,),
+        index_source_layer_ids=(1,), candidate_source_layer_id=-1, dspark_target_layer_ids=(1,),
+    )  # fmt: skip
     table = tables.make_tables(cfg, token_map, CONTEXT)
     monkeypatch.setattr(run, "load_preset", lambda _: (cfg, table))
     monkeypatch.setattr(run, "Plan", functools.partial(run.Plan, context=CONTEXT))
     options = argparse.Namespace(
         preset="spark-tiny", out=tmp_path / "out", resume=None, stage="both", rows=1,
-        tokens=100 * CONTEXT, peak=3e-3, seed=1, backbone_until=np.inf, draft_until=np.inf,
+        tokens=16 * CONTEXT, peak=3e-3, seed=1, backbone_until=np.inf, draft_until=np.inf,
     )  # fmt: skip
     run.train(options)
     model = loading.load(options.out)
