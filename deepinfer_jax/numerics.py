@@ -491,5 +491,6 @@ def index_scores(
 
 def top_k(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
     """Largest k of the last axis in a total order: value, then lower index; -0 equals +0."""
-    values, ids = lax.top_k(x + np.float32(0), k)
+    # Adding zero would turn -0 into +0 too, were it not simplified away.
+    values, ids = lax.top_k(jnp.where(x == 0, np.float32(0), x), k)
     return lax.optimization_barrier((values, ids))
