@@ -60,6 +60,7 @@ class _Seat:
     first_token: float = math.nan
     raw: list[float] = dataclasses.field(default_factory=list)
     processed: list[float] = dataclasses.field(default_factory=list)
+    kept: list[float] = dataclasses.field(default_factory=list)
 
 
 # -- the two device programs -----------------------------------------------------------------------
@@ -233,6 +234,7 @@ class Batch:
                 text += seat.transcript.push(int(sampled.token[step, slot]))
                 seat.raw.append(raw)
                 seat.processed.append(float(sampled.logprob_processed[step, slot]))
+                seat.kept.append(float(sampled.kept_mass[step, slot]))
                 if seat.transcript.finished:
                     break
             now = self._elapsed()
@@ -297,6 +299,7 @@ def _result(seat: _Seat, now: float) -> Result:
         tokens=tuple(transcript.tokens),
         logprobs=tuple(seat.raw),
         logprobs_processed=tuple(seat.processed),
+        kept_mass=tuple(seat.kept),
         pieces=tuple(transcript.pieces),
         finish_reason=transcript.finished,
         prompt_tokens=len(request.tokens),

@@ -10,6 +10,7 @@ from deepinfer_jax import prompts as prompting
 from deepinfer_jax.batching import Batch, Update
 from deepinfer_jax.loading import Model
 from deepinfer_jax.requests import Options, Request, Result
+from deepinfer_jax.text.chat import Effort
 
 
 def generate(
@@ -25,6 +26,7 @@ def generate(
     stop: str | Sequence[str] = (),
     stop_token_ids: Sequence[int] = (),
     thinking: bool = False,
+    effort: Effort | None = None,
     batch_size: int | None = None,
 ) -> list[Result]:
     """One reply to each prompt, in order.
@@ -34,8 +36,9 @@ def generate(
     and keyword arguments of this function but `batch_size`.
 
     A reply depends on the model, its own prompt and options and its noise seed, bit for bit: not on
-    the other prompts, their order, `batch_size` or padding. The seed is derived from `seed` and the
-    prompt's id, which is its index unless it has one; a `seed` of its own is used as it is.
+    the other prompts, `batch_size` or padding. The noise seed is derived from `seed` and the
+    prompt's id, which is its index unless it has one (give it one where the order may change); a
+    `seed` of its own is used as it is.
 
     Args:
       model: from `load`.
@@ -44,7 +47,8 @@ def generate(
       top_p, top_k, min_p: truncation; 1.0, -1 and 0.0 keep everything.
       stop: strings that end a reply; the text ends before the first of them.
       stop_token_ids: ids that end a reply, beside the model's end token.
-      thinking: render chat prompts so that the model reasons first.
+      thinking, effort: render chat prompts so that the model reasons first, and for how long (low,
+        high, xhigh or max).
       batch_size: most prompts in work at once; default 8. Changes speed and memory only.
 
     Raises:
@@ -53,7 +57,7 @@ def generate(
     """
     options = Options(
         max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p,
-        seed=seed, stop=stop, stop_token_ids=stop_token_ids, thinking=thinking,
+        seed=seed, stop=stop, stop_token_ids=stop_token_ids, thinking=thinking, effort=effort,
     )  # fmt: skip
     requests = _requests(model, prompts, options)
     found: list[Result | None] = [None] * len(requests)
@@ -75,6 +79,7 @@ def stream(
     stop: str | Sequence[str] = (),
     stop_token_ids: Sequence[int] = (),
     thinking: bool = False,
+    effort: Effort | None = None,
 ) -> Iterator[str]:
     """The reply to one prompt as it comes; its pieces join to the text that `generate` returns.
 
@@ -82,7 +87,7 @@ def stream(
     """
     options = Options(
         max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p,
-        seed=seed, stop=stop, stop_token_ids=stop_token_ids, thinking=thinking,
+        seed=seed, stop=stop, stop_token_ids=stop_token_ids, thinking=thinking, effort=effort,
     )  # fmt: skip
     requests = _requests(model, [prompt], options)
     return (u.text for u in updates(model, requests, eager=True) if u.text)

@@ -110,6 +110,7 @@ class Result:
       tokens: the reply's ids, with the token that ended it.
       logprobs: log-probability of each token at temperature 1 without truncation (float32 values).
       logprobs_processed: the same in the distribution the token was drawn from.
+      kept_mass: probability of what truncation had left to draw each token from; 1.0 without.
       pieces: the text that each token completed.
       finish_reason: "stop" (end token, stop token or stop string) or "length" (max_tokens).
       prompt_tokens: number of prompt tokens.
@@ -123,6 +124,7 @@ class Result:
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
     logprobs_processed: tuple[float, ...]
+    kept_mass: tuple[float, ...]
     pieces: tuple[str, ...] = dataclasses.field(repr=False)
     finish_reason: FinishReason
     prompt_tokens: int

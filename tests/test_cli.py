@@ -109,7 +109,7 @@ def test_a_run_is_taken_up_where_it_stopped(capsys, tmp_path, prompt_file):
 def result(index):
     timing = Timing(0.0, 0.0, 0.0)
     return Result(
-        index, "p", f"t\u2028{index}", (1,), (-1.0,), (-1.0,), ("",), "stop", 1, 0, timing
+        index, "p", f"t\u2028{index}", (1,), (-1.0,), (-1.0,), (1.0,), ("",), "stop", 1, 0, timing
     )
 
 
@@ -208,6 +208,7 @@ def refused(capsys, monkeypatch):
         (["a", "--temperature", "-1"], "temperature must be finite"),
         (["a", "--top-p", "0"], "top_p must be in (0, 1]"),
         (["a", "--seed", "-1"], "seed must be in"),
+        (["a", "--effort", "much"], "effort must be one of"),
         (["a", "--max-tokens", "1100"], "together 1105, the model is loaded for max_length=1024"),
         (["a", "--max-length", "9000"], "max_length must be between 1 and"),
         (["a", "--model", "spark-huge"], "unknown model 'spark-huge': give one of the shipped"),

@@ -165,6 +165,7 @@ def test_the_reported_seed_repeats_the_reply():
 def test_greedy_replies_have_a_certain_choice():
     (result,) = di.generate(tiny_model.model(), ["a"], max_tokens=5, temperature=0)
     assert result.logprobs_processed == (0.0,) * 5
+    assert result.kept_mass == (1.0,) * 5
     assert all(logprob < 0 for logprob in result.logprobs)
 
 

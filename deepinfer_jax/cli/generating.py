@@ -22,13 +22,14 @@ if TYPE_CHECKING:
 _DESCRIPTION = """\
 Generate replies. One PROMPT streams to the terminal. Several prompts, or a file of them, give one
 JSON object per reply (id, index, prompt, text, finish_reason, prompt_tokens, tokens, logprobs,
-logprobs_processed, seed, timing), written as each reply finishes: to --out, or to the terminal.
+logprobs_processed, kept_mass, seed, timing), written as each reply finishes: to --out, or to the
+terminal.
 
 A prompt file has one JSON object per line: {"prompt": TEXT}, {"messages": [...]} or
-{"tokens": [...]}, and optionally "id", "tools", "schema", "effort" and any option below as
+{"tokens": [...]}, and optionally "id", "tools", "schema" and any option of the reply below as
 "max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids",
-"thinking". A reply depends on the model, its own prompt and options, --seed and its id (default:
-its index), never on the other prompts or the batch size.
+"thinking", "effort". A reply depends on the model, its own prompt and options, --seed and its id
+(default: its index), never on the other prompts or the batch size.
 """
 _EPILOG = """\
 Compiled programs are kept in $JAX_COMPILATION_CACHE_DIR, by default in
@@ -82,6 +83,7 @@ def _add_options(add: Any) -> None:
         help="end with this token; may be repeated",
     )
     add("--thinking", action="store_true", default=None, help="let the model reason first")
+    add("--effort", metavar="LEVEL", help="low, high, xhigh or max: how long to reason")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -196,6 +198,7 @@ def _many(
     tokens: dict[int, int] = {}
     done = 0
     due = [requests[i] for i in indices]
+    progress.show(0, 0)
     try:
         for update in generation.updates(model, due, batch_size=args.batch_size):
             tokens[update.index] = update.tokens

@@ -27,6 +27,7 @@ def record(result: Result, index: int) -> dict[str, Any]:
         "tokens": result.tokens,
         "logprobs": result.logprobs,
         "logprobs_processed": result.logprobs_processed,
+        "kept_mass": result.kept_mass,
         "seed": result.seed,
         "timing": dataclasses.asdict(result.timing),
     }
