@@ -26,7 +26,6 @@ GREEDY_BELOW = 1e-5
 TOKEN, ACCEPT, RESIDUAL, DRAFT = range(4)
 
 _ID_BITS = 24
-_LIMB_BITS = 14
 _BLOCK = 128
 _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 _PARITY = np.uint32(0x1BD11BDA)
@@ -186,70 +185,6 @@ def gumbel(seed: Array, index: Array, token_ids: Array, stream: int = TOKEN) -> 
     return numerics.pin(-jnp.log(-jnp.log1p(-uniform)))
 
 
-@jax.custom_vjp
-def logsumexp(x: jax.Array) -> jax.Array:
-    """log sum exp [...] float32 over the last axis of `x` [..., V] float32; -inf adds nothing.
-
-    The sum is over integers (`_total`), so no order of summation exists: neither batch, padding,
-    vocabulary shards nor the compiler can change a bit, on any back end whose `exp` is a function
-    of its argument. On XLA:CPU that fails for log and exp of a bare vector of 3, 5, 6, 7, 11 or
-    13 to 15 entries (other bits than in any other length), hence the column shape.
-    """
-    top = jnp.max(x, axis=-1, keepdims=True)
-    top = jnp.where(jnp.isfinite(top), top, jnp.float32(0))
-    total = _total(jnp.exp(x - top))[..., None]
-    return (numerics.pin(jnp.log(total)) + top)[..., 0]
-
-
-def _logsumexp_forward(x: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    value = logsumexp(x)
-    return value, (x, value)
-
-
-def _logsumexp_backward(saved: tuple[jax.Array, jax.Array], g: jax.Array) -> tuple[jax.Array]:
-    x, value = saved
-    return (jnp.exp(x - value[..., None]) * g[..., None],)
-
-
-logsumexp.defvjp(_logsumexp_forward, _logsumexp_backward)
-
-
-def _total(weight: jax.Array) -> jax.Array:
-    """Sum [...] float32 of `weight` [..., V] in [0, 1], to V * 2^-42 before its final rounding.
-
-    Each weight is cut, without rounding, into three limbs of 14 bits; the limbs are added as
-    integers. The scalings are by powers of two, so every step but the last few is exact.
-    """
-    if weight.shape[-1] >= 1 << (32 - _LIMB_BITS):
-        raise ValueError(
-            f"V must be below {1 << (32 - _LIMB_BITS)} (sums are 32-bit), got {weight.shape[-1]}"
-        )
-    scale = np.float32(1 << _LIMB_BITS)
-    limbs = []
-    for _ in range(3):
-        scaled = weight * scale
-        whole = jnp.floor(scaled)
-        weight = scaled - whole
-        limbs.append(whole.astype(jnp.uint32))
-    total = jnp.zeros(weight.shape[:-1], jnp.float32)
-    for limb in reversed(_integer_sums(*limbs)):
-        total = (total + limb.astype(jnp.float32)) / scale
-    return total
-
-
-def _integer_sums(*terms: jax.Array) -> tuple[jax.Array, ...]:
-    """Sums [...] over the last axis of uint32 `terms`, each [..., V].
-
-    One reduction of several operands: XLA:CPU vectorises it, unlike several reductions of one.
-    """
-    return lax.reduce(
-        terms,
-        (jnp.uint32(0),) * len(terms),
-        lambda left, right: tuple(a + b for a, b in zip(left, right, strict=True)),
-        (terms[0].ndim - 1,),
-    )
-
-
 def logprob(logits: Array, token: Array) -> jax.Array:
     """Log-probability of `token` [...] under `logits` [..., V], in float32.
 
@@ -257,7 +192,7 @@ def logprob(logits: Array, token: Array) -> jax.Array:
     changes the last bit of about 3 % of the entries). The only log-prob formula of the package.
     """
     picked = jnp.take_along_axis(logits, token[..., None], axis=-1)[..., 0]
-    return picked.astype(jnp.float32) - logsumexp(logits.astype(jnp.float32))
+    return picked.astype(jnp.float32) - numerics.logsumexp(logits.astype(jnp.float32))
 
 
 @jax.named_scope("transform")
@@ -276,7 +211,7 @@ def transform(logits: Array, sampling: Sampling, mask: Array | None = None) -> j
         mask: [T, V] bool, True where a token is allowed; every row needs one allowed token.
     """
     _, survivors = _survivors(logits, sampling, mask)
-    return survivors - logsumexp(survivors)[..., None]
+    return survivors - numerics.logsumexp(survivors)[..., None]
 
 
 @jax.named_scope("choose")
@@ -324,17 +259,17 @@ def sample(logits: Array, sampling: Sampling, index: Array, mask: Array | None =
     log-probabilities are the same bits.
     """
     scaled, survivors = _survivors(logits, sampling, mask)
-    norm = logsumexp(survivors)
+    norm = numerics.logsumexp(survivors)
     logp = survivors - norm[..., None]
     token = choose(logp, sampling.seed, index)
     whole = lax.cond(
         jnp.any(_truncates(sampling)) if mask is None else True,
-        lambda scaled, norm: logsumexp(scaled),
+        lambda scaled, norm: numerics.logsumexp(scaled),
         lambda scaled, norm: norm,
         scaled,
         norm,
     )
-    kept = jnp.minimum(jnp.exp((norm - whole)[..., None])[..., 0], 1.0)  # column: see logsumexp
+    kept = jnp.minimum(jnp.exp((norm - whole)[..., None])[..., 0], 1.0)
     return Sampled(
         token=token,
         logprob_raw=logprob(logits, token),
@@ -385,7 +320,7 @@ def _truncated(scaled: jax.Array, sampling: Sampling) -> jax.Array:
     integer units of mass, so the outcome does not depend on any order of summation.
     """
     weight = jnp.exp(scaled - jnp.max(scaled, axis=-1, keepdims=True))
-    share = weight * (1 / _total(weight))[..., None]
+    share = weight * (1 / numerics.unit_sum(weight))[..., None]
     units = jnp.floor(share * _UNIT).astype(jnp.uint32)
     mass_limit = jnp.floor(sampling.top_p * _UNIT).astype(jnp.uint32)
     no_limit = jnp.uint32(0xFFFFFFFF)
@@ -395,7 +330,7 @@ def _truncated(scaled: jax.Array, sampling: Sampling) -> jax.Array:
     def spent(taken: jax.Array) -> jax.Array:
         """Whether no token may follow once the set `taken` [T, V] is kept."""
         ones, mine = taken.astype(jnp.uint32), jnp.where(taken, units, jnp.uint32(0))
-        count, mass = _integer_sums(ones, mine)
+        count, mass = numerics.integer_sums(ones, mine)
         return (count >= count_limit) | (mass > mass_limit)
 
     order, ids = _order(scaled), _ids(scaled).astype(jnp.uint32)

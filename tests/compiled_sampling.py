@@ -3,7 +3,7 @@
 import jax
 import numpy as np
 
-from deepinfer_jax import sampling
+from deepinfer_jax import numerics, sampling
 
 SAMPLE = jax.jit(sampling.sample)
 TRANSFORM = jax.jit(sampling.transform)
@@ -11,7 +11,7 @@ CHOOSE = jax.jit(sampling.choose)
 GUMBEL = jax.jit(sampling.gumbel, static_argnames="stream")
 WORDS = jax.jit(sampling.noise_words, static_argnames="stream")
 LOGPROB = jax.jit(sampling.logprob)
-LOGSUMEXP = jax.jit(sampling.logsumexp)
+LOGSUMEXP = jax.jit(numerics.logsumexp)
 ACCEPTED = jax.jit(sampling.accepted)
 ACCEPTANCE = jax.jit(sampling.acceptance_probability)
 FIRST_LARGEST = jax.jit(sampling.first_largest)

@@ -17,8 +17,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deepinfer_jax import numerics, steps
 from deepinfer_jax import params as parameters
+from deepinfer_jax import steps
+from deepinfer_jax.numerics import products
 from tests import feeding
 from tests.feeding import Fed, Text
 
@@ -308,7 +309,7 @@ def test_a_trainer_sees_the_same_log_probabilities(dtype, remat):
 @pytest.mark.slow
 def test_a_plain_product_would_be_caught(monkeypatch):
     """Without tiles a single float32 row takes another path through the compiler."""
-    monkeypatch.setattr(numerics, "_in_tiles", lambda f, x, numerics: f(x))
+    monkeypatch.setattr(products, "_in_tiles", lambda f, x, numerics: f(x))
     program = jax.jit(feeding.untiled, static_argnames=("cfg", "numerics", "replay"))
     m, source = feeding.model("float32"), texts("float32")[1]
     pieces = [feeding.piece(0, source, 0, 30)]

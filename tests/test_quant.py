@@ -150,7 +150,7 @@ def test_every_midpoint(kind: str) -> None:
 
 
 def test_every_midpoint_at_every_scale_of_the_main_quantizer() -> None:
-    """Its scales are no powers of two: a product with the reciprocal would miss 42 of these ties."""
+    """Its scales are no powers of two: times the reciprocal would miss 42 of these ties."""
     scales = np.unique(np.abs(CODES[1:127].view(E4M3).astype(np.float32)))[:, None]
     middle = np.array([(a + b) / 2 for a, b in itertools.pairwise(GRID)], np.float32)[None, :]
     exact = (middle * scales).astype(ml_dtypes.bfloat16)

@@ -11,7 +11,7 @@ import pytest
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from deepinfer_jax import sampling
+from deepinfer_jax import numerics, sampling
 from tests.compiled_sampling import (
     ACCEPTANCE,
     ACCEPTED,
@@ -389,7 +389,7 @@ def test_shape_errors_are_named():
     with pytest.raises(ValueError, match=r"N=3 or N\+1=4"):
         sampling.accepted(np.zeros((2, 5), np.int32), np.zeros((2, 3), np.int32), 1)
     with pytest.raises(ValueError, match="V must be below 262144"):
-        jax.eval_shape(sampling.logsumexp, jax.ShapeDtypeStruct((1, 2**18), jnp.float32))
+        jax.eval_shape(numerics.logsumexp, jax.ShapeDtypeStruct((1, 2**18), jnp.float32))
     with pytest.raises(ValueError, match="2\\*\\*24 token ids"):
         jax.eval_shape(
             sampling.choose,

@@ -25,7 +25,7 @@ from deepinfer_jax import rows as row_sets
 from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.loading import Model
 from deepinfer_jax.model import draft, forward
-from deepinfer_jax.numerics import Numerics
+from deepinfer_jax.numerics import Numerics, logsumexp
 from deepinfer_jax.training import corpus, dataset
 
 SPAN = 512  # tokens a sequence may have
@@ -134,7 +134,7 @@ def drafts_everywhere(
     def pick(logits: jax.Array, index: jax.Array) -> jax.Array:
         if greedy:
             return sampling.first_largest(logits)
-        return sampling.choose(logits - sampling.logsumexp(logits)[:, None], noise, index)
+        return sampling.choose(logits - logsumexp(logits)[:, None], noise, index)
 
     made = draft.draft(
         params, tables, cache, rows.slots, rows.positions, rows.tokens, pick, cfg, numerics

@@ -1,0 +1,54 @@
+"""Elementwise pieces that the sums rely on, and the total order of a selection."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from deepinfer_jax import quant
+
+FLOAT_MAX = np.finfo(np.float32).max
+
+
+@jax.custom_jvp
+def pin(x: jax.Array) -> jax.Array:
+    """The identity on finite float32, opaque to fusion of a product into an add."""
+    return jnp.minimum(x, FLOAT_MAX)
+
+
+@pin.defjvp
+def _pin_jvp(primals, tangents):
+    return pin(primals[0]), tangents[0]
+
+
+def quotient(x: jax.Array, divisor: jax.Array | np.float32) -> jax.Array:
+    """x / divisor for a result that feeds an addition.
+
+    A compiler divides by a broadcast through the reciprocal, so this is an inexact product too.
+    """
+    return pin(x / divisor)
+
+
+def round_to(x: jax.Array, dtype: Any) -> jax.Array:
+    """Round once to `dtype`; survives compilers that may keep excess precision."""
+    if jnp.dtype(dtype) == jnp.bfloat16:
+        x = lax.reduce_precision(x.astype(jnp.float32), exponent_bits=8, mantissa_bits=7)
+    return x.astype(dtype)
+
+
+def float_weight(leaf: Any, dtype: Any) -> jax.Array:
+    """A weight leaf (stored or plain) as floats of `dtype`."""
+    if isinstance(leaf, quant.Quantized):
+        return quant.dequantize(leaf, dtype)
+    return leaf.astype(dtype)
+
+
+def top_k(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
+    """Largest k of the last axis in a total order: value, then lower index; -0 equals +0."""
+    # Adding zero would turn -0 into +0 too, were it not simplified away.
+    values, ids = lax.top_k(jnp.where(x == 0, np.float32(0), x), k)
+    return lax.optimization_barrier((values, ids))

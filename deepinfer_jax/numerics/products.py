@@ -1,0 +1,161 @@
+"""Products of rows with weights, always on tiles of a fixed number of rows."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from deepinfer_jax import quant
+from deepinfer_jax.numerics.elements import float_weight, round_to
+from deepinfer_jax.numerics.settings import Numerics
+
+
+def _in_tiles(f: Callable, x: jax.Array, numerics: Numerics) -> jax.Array:
+    """Apply f: [tile, ...] -> [tile, ...] to any number of rows, always on whole tiles."""
+    count = x.shape[0]
+    tile = numerics.row_tile if count < numerics.long_rows else numerics.long_row_tile
+    tiles = -(-count // tile)
+    padded = jnp.pad(x, [(0, tiles * tile - count)] + [(0, 0)] * (x.ndim - 1))
+    parts = padded.reshape(tiles, tile, *x.shape[1:])
+    y = f(parts[0])[None] if tiles == 1 else lax.map(f, parts)
+    return y.reshape(tiles * tile, *y.shape[2:])[:count]
+
+
+def precision(x: jax.Array) -> Any:
+    return lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+
+
+def contract(x: jax.Array, w: jax.Array) -> jax.Array:
+    """[M, K] x [N, K] -> float32 [M, N]."""
+    return lax.dot_general(
+        x, w, (((1,), (1,)), ((), ())),
+        precision=precision(x), preferred_element_type=jnp.float32,
+    )  # fmt: skip
+
+
+def dot(x: jax.Array, w: jax.Array, numerics: Numerics) -> jax.Array:
+    """x [T, K] times w [N, K] of the same dtype -> float32 [T, N]; rows are independent."""
+    return cast(jax.Array, _dot(x, w, numerics))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _dot(x, w, numerics):
+    if numerics.rows != "tiled":
+        return contract(x, w)
+    return _in_tiles(lambda part: contract(part, w), x, numerics)
+
+
+def _dot_forward(x, w, numerics):
+    return _dot(x, w, numerics), (x, w)
+
+
+def _dot_backward(numerics, saved, g):
+    x, w = saved
+    if numerics.rows == "dense":
+        return _einsum_backward("tk,nk->tn", saved, g)
+    gx = lax.dot_general(g, w.astype(jnp.float32), (((1,), (0,)), ((), ())))
+    gw = lax.dot_general(g, x.astype(jnp.float32), (((0,), (0,)), ((), ())))
+    return gx.astype(x.dtype), gw.astype(w.dtype)
+
+
+_dot.defvjp(_dot_forward, _dot_backward)
+
+
+def _contract_groups(x: jax.Array, w: jax.Array) -> jax.Array:
+    """[M, G, K] x [G, N, K] -> float32 [M, G, N]."""
+    y = lax.dot_general(
+        x, w, (((2,), (2,)), ((1,), (0,))),
+        precision=precision(x), preferred_element_type=jnp.float32,
+    )  # fmt: skip
+    return y.transpose(1, 0, 2)
+
+
+def group_dot(x: jax.Array, w: jax.Array, numerics: Numerics) -> jax.Array:
+    """x [T, G, K] times w [G, N, K], group by group -> float32 [T, G, N]; rows are independent."""
+    return cast(jax.Array, _group_dot(x, w, numerics))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _group_dot(x, w, numerics):
+    if numerics.rows != "tiled":
+        return _contract_groups(x, w)
+    return _in_tiles(lambda part: _contract_groups(part, w), x, numerics)
+
+
+def _group_dot_forward(x, w, numerics):
+    return _group_dot(x, w, numerics), (x, w)
+
+
+def _group_dot_backward(numerics, saved, g):
+    if numerics.rows == "dense":
+        return _einsum_backward("tgk,gnk->tgn", saved, g)
+    _, pull = jax.vjp(_contract_groups, *saved)
+    return pull(g)
+
+
+_group_dot.defvjp(_group_dot_forward, _group_dot_backward)
+
+
+def einsum(spec: str, x: jax.Array, w: jax.Array) -> jax.Array:
+    """Product of two arrays of one dtype, accumulated in float32; for `rows="dense"` only.
+
+    The backward pass rounds the incoming gradient to the operands' dtype, as training in bfloat16
+    does.
+    """
+    return cast(jax.Array, _einsum_trained(spec, x, w))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _einsum_trained(spec, x, w):
+    return _einsum(spec, x, w)
+
+
+def _einsum(spec: str, x: jax.Array, w: jax.Array) -> jax.Array:
+    def product(x, w):
+        return jnp.einsum(
+            spec, x, w, precision=precision(x), preferred_element_type=jnp.float32
+        )  # fmt: skip
+
+    def widened(x, w):  # XLA:CPU has no batched bfloat16 product with a float32 result
+        return product(x.astype(jnp.float32), w.astype(jnp.float32))
+
+    return lax.platform_dependent(x, w, cpu=widened, default=product)
+
+
+def _einsum_forward(spec, x, w):
+    return _einsum(spec, x, w), (x, w)
+
+
+def _einsum_backward(spec, saved, g):
+    x, w = saved
+    operands, out = spec.split("->")
+    left, right = operands.split(",")
+    g = g.astype(x.dtype)
+    gx = _einsum(f"{out},{right}->{left}", g, w)
+    gw = _einsum(f"{out},{left}->{right}", g, x)
+    return gx.astype(x.dtype), gw.astype(w.dtype)
+
+
+_einsum_trained.defvjp(_einsum_forward, _einsum_backward)
+
+
+def linear(x: jax.Array, weight: Any, numerics: Numerics, quantized: bool = False) -> jax.Array:
+    """x [T, K] through a weight leaf [N, K], rounded once to the activation dtype.
+
+    `quantized`: the release stores this weight in FP8 or FP4, so its input is quantized to FP8
+    first (`lin8`, `lin4` of model spec 6.4); otherwise `lin16`.
+    """
+    return round_to(linear_f32(x, weight, numerics, quantized), numerics.dtype)
+
+
+def linear_f32(x: jax.Array, weight: Any, numerics: Numerics, quantized: bool = False) -> jax.Array:
+    """`linear` without the final rounding: float32 [T, N]."""
+    if quantized and numerics.quantize_activations:
+        x = quant.qdq_fp8(x)
+    dtype = jnp.dtype(numerics.dtype)
+    return dot(x.astype(dtype), float_weight(weight, dtype), numerics)

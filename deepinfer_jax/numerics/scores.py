@@ -1,0 +1,55 @@
+"""Attention and index scores of one query row over its slots."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from deepinfer_jax.numerics.elements import pin, round_to
+from deepinfer_jax.numerics.products import contract, precision
+from deepinfer_jax.numerics.settings import Numerics
+from deepinfer_jax.numerics.sums import axis_sum, row_sum
+
+
+def attend(
+    q: jax.Array, keys: jax.Array, mask: jax.Array, sink: jax.Array, scale: float
+) -> jax.Array:
+    """Attention of one query row over its slots, with a sink (model spec 8.7).
+
+    q [H, K], keys [S, K] (keys and values are one vector), mask [S], sink [H] -> float32 [H, K].
+    The slots are fixed in number and order; masked ones contribute exact zeros. The global maximum
+    comes first, so the rounding of probabilities does not depend on blocking. No valid slot: zeros.
+    """
+    s = pin(contract(q, keys) * np.float32(scale))
+    s = jnp.where(mask, s, -jnp.inf)
+    top = lax.stop_gradient(jnp.max(s, axis=-1, keepdims=True))
+    top = jnp.where(jnp.isfinite(top), top, np.float32(0))
+    p = jnp.where(mask, jnp.exp(jnp.where(mask, s, 0) - top), 0)
+    z = row_sum(p) + jnp.exp(sink - top[:, 0])
+    value = lax.dot_general(
+        round_to(p, keys.dtype), keys, (((1,), (0,)), ((), ())),
+        precision=precision(keys), preferred_element_type=jnp.float32,
+    )  # fmt: skip
+    return value / z[:, None]
+
+
+def index_scores(
+    q: jax.Array, head_weight: jax.Array, keys: jax.Array, numerics: Numerics
+) -> jax.Array:
+    """Index scores of one query row: sum over heads of relu(q.k) * weight (model spec 8.4).
+
+    q [H, K], head_weight [H], keys [N, K] -> float32 [N], holding bfloat16 values unless the
+    numerics are float32.
+    """
+    s = contract(q, keys)
+    weight = head_weight.astype(jnp.float32)[:, None]
+    if numerics.dtype == "float32":
+        return axis_sum(pin(jnp.maximum(s, 0) * weight), 0)
+    if numerics.index_rounding == "reference":
+        s = round_to(s, jnp.bfloat16).astype(jnp.float32)
+        term = round_to(jnp.maximum(s, 0) * weight, jnp.bfloat16).astype(jnp.float32)
+    else:
+        term = pin(jnp.maximum(s, 0) * weight)
+    return round_to(axis_sum(term, 0), jnp.bfloat16).astype(jnp.float32)

@@ -1,0 +1,53 @@
+"""The settings that fix the bits of a result."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from typing import Literal
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Numerics:
+    """What fixes the bits of a result, apart from model, weights and chip.
+
+    dtype                 activations between modules: "bfloat16" or "float32"
+    quantize_activations  FP8 by 32 before every linear that the release stores in FP8 or FP4
+    quantize_kv           quantized window KV, compressed KV, index keys and queries
+    index_rounding        "once": index scores accumulate in float32 and round to bfloat16 once;
+                          "reference": the published reference's three roundings
+    rows                  "tiled": the invariant forms; "batched": plain XLA, no promise; "dense":
+    the
+                          same, for calls without a cache whose rows are sequences of equal length
+    row_tile              rows per dot below `long_rows` rows, and `long_row_tile` from there on
+    index_block           index keys scored at once
+    """
+
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    quantize_activations: bool = True
+    quantize_kv: bool = True
+    index_rounding: Literal["once", "reference"] = "once"
+    rows: Literal["tiled", "batched", "dense"] = "tiled"
+    row_tile: int = 8
+    long_row_tile: int = 32
+    long_rows: int = 128
+    index_block: int = 512
+
+    @classmethod
+    def native(cls, quantized: bool = True) -> Numerics:
+        """What the model was trained with; `quantized` is `ModelConfig.quantized`."""
+        return cls(quantize_activations=quantized)
+
+    @classmethod
+    def fp32(cls) -> Numerics:
+        """Float32 throughout, no quantization points: for parity with other implementations."""
+        return cls(dtype="float32", quantize_activations=False, quantize_kv=False)
+
+    @classmethod
+    def fp32_kvq(cls) -> Numerics:
+        """`fp32` with the KV and index quantizers kept."""
+        return cls(dtype="float32", quantize_activations=False, quantize_kv=True)
+
+    def fingerprint(self) -> str:
+        """Twelve hex digits naming these settings; equal settings on one chip give equal bits."""
+        return hashlib.sha256(repr(dataclasses.astuple(self)).encode()).hexdigest()[:12]
