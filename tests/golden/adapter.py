@@ -4,8 +4,8 @@ Everything a stage returns is NumPy, at every position; the comparisons pick wha
 
 Compiling dominates, so recorded models share programs: slots, rows and capacity are rounded up
 (padding rows change nothing, which is a property tested elsewhere), text and image models get one
-parameter tree. Models of short prompts decode token by token in `fp32`; elsewhere decoding is a
-few calls of many positions, cut where drafts are recorded.
+parameter tree. Models of short prompts run them in one call and decode token by token in `fp32`;
+elsewhere both are a few calls of many positions, cut where drafts are recorded.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ from tests.golden.reader import Arrays, Folder
 START, IMAGE, NEWLINE, END = 0, 1, 2, 3  # `token_types` inside an image span; text is -1
 FAST = {"xla_backend_optimization_level": 0}  # halves compile time; these programs run once
 SHORT = 24  # positions of the `shortN` arrays
-STEPWISE = 100  # longest prompt whose model decodes token by token
+ROUND = 25  # positions that prompts are rounded up to
+WIDEST = 125  # most positions of a slot in one traced call; longer prompts come in chunks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,11 +136,11 @@ def _traced(
     return out, after
 
 
-@functools.partial(jax.jit, static_argnames=("cfg", "numerics"))
+@functools.partial(jax.jit, static_argnames=("cfg", "numerics"), compiler_options=FAST)
 def _forward(
     params: Any, made: tables.Tables, rows: Rows, cache: Cache, cfg: ModelConfig, numerics: Numerics
 ) -> tuple[jax.Array, jax.Array]:
-    """Logits and experts of the scanned program, compiled as it is in use."""
+    """Logits and experts of the function in use, of which the trace above is a copy that shows."""
     hidden, _ = forward.forward(params, made, rows, cache, cfg, numerics)
     return head.logits(params, hidden.output, numerics), hidden.routed
 
@@ -202,8 +203,9 @@ class Run:
         self.tokens = folder.inputs["tokens"]
         self.batch, self.total = self.tokens.shape
         self.prompt = prompt_length(self.golden, self.total)
-        self.slots, self.width = _multiple(self.batch, 2), _multiple(self.prompt, 25)
-        self.stepwise = mode == "fp32" and self.width <= STEPWISE
+        self.width = min(_multiple(self.prompt, ROUND), WIDEST)
+        self.slots = _multiple(self.batch, 2) if self.width < WIDEST else self.batch
+        self.stepwise = mode == "fp32" and self.width < WIDEST
         self._stages: dict[str, Arrays] = {}
         self._caches: dict[str, Cache] = {}
         self._seen: dict[int, Cache] = {}  # by recorded draft position, the cache after it
@@ -259,25 +261,27 @@ class Run:
             return compare.block_mask(value, -(-self.total // self.model.cfg.candidate_block_size))
         return value
 
-    def _one_by_one(
-        self, start: int, stop: int, cache: Cache
+    def _calls(
+        self, start: int, stop: int, cache: Cache, width: int
     ) -> tuple[dict[str, np.ndarray], Cache]:
-        steps = []
-        for position in range(start, stop):
-            out, cache = self._call(position, position + 1, cache, 1)
-            steps.append(out)
-        return _joined(steps), cache
+        """The same in calls of at most `width` positions."""
+        pieces = []
+        for first in range(start, stop, width):
+            out, cache = self._call(first, min(first + width, stop), cache, width)
+            pieces.append(out)
+        return _joined(pieces), cache
 
     # -- stages ------------------------------------------------------------------------------------
 
     def _prefill(self) -> dict[str, np.ndarray]:
-        out, self._caches["prefill"] = self._call(0, self.prompt, self._empty(), self.width)
+        out, self._caches["prefill"] = self._calls(0, self.prompt, self._empty(), self.width)
         out["argmax"] = out["logits"].argmax(axis=-1)
         return out
 
     def _forward(self) -> dict[str, np.ndarray]:
-        """The prompt through `forward`, whose layers are scanned, instead of the unrolled trace."""
-        m, rows = self.model, self._rows(0, self.prompt, self.slots * self.width)
+        """The whole prompt through `forward` instead of the trace."""
+        size = self.slots * _multiple(self.prompt, ROUND)
+        m, rows = self.model, self._rows(0, self.prompt, size)
         made = _forward(m.params, m.tables, rows, self._empty(), m.cfg, m.numerics)
         out = dict(zip(("logits", "router_i"), map(np.asarray, made), strict=True))
         out = {name: self._batched(name, value, self.prompt) for name, value in out.items()}
@@ -289,10 +293,7 @@ class Run:
         drafts = self.golden.wide("dspark.pos").tolist() if "dspark.pos" in self.golden else []
         cuts = {self.prompt, *(p + 1 for p in drafts), self.total}
         for start, stop in itertools.pairwise(sorted(cuts)):
-            if self.stepwise:
-                out, cache = self._one_by_one(start, stop, cache)
-            else:
-                out, cache = self._call(start, stop, cache, self.width)
+            out, cache = self._calls(start, stop, cache, 1 if self.stepwise else self.width)
             self._seen[stop - 1] = cache
             pieces.append(out)
         self._caches["end"] = cache
@@ -301,7 +302,7 @@ class Run:
     def _short(self, prompt: int) -> dict[str, np.ndarray]:
         """A prompt of one to three tokens, then decoding up to position 24."""
         first, cache = self._call(0, prompt, self._empty(), self.width)
-        rest, _ = self._one_by_one(prompt, SHORT, cache)
+        rest, _ = self._calls(prompt, SHORT, cache, 1)
         return {"logits": np.concatenate([first["logits"], rest["logits"]], axis=1)}
 
     def _draft(self, position: int, cache: Cache) -> dict[str, np.ndarray]:

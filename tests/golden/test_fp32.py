@@ -47,8 +47,8 @@ def test_caches(folder: Folder, mode: str, stage: str, scratch: Path) -> None:
     assert not problems, "\n".join(problems)
 
 
-def test_scanned_forward(folder: Folder, mode: str, scratch: Path) -> None:
-    """The stages above run an unrolled trace; the program in use scans layers of one kind."""
+def test_forward(folder: Folder, mode: str, scratch: Path) -> None:
+    """The stages above run the trace, which keeps what every layer did; this is what is in use."""
     golden = folder.golden(mode)
     names = [n for n in ("logits", "argmax", "router_i") if f"prefill.{n}" in golden]
     if not names:
