@@ -16,6 +16,7 @@ from tests.golden import adapter, compare
 from tests.golden.reader import Arrays, Folder
 
 MODE = "fp32_kvq"
+pytestmark = pytest.mark.slow
 BOUND = 1e-4
 MEDIAN = 1e-5
 FLIPPED = 1e-3
