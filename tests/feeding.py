@@ -174,9 +174,9 @@ def _step(params, made, rows, following, prompts, cache, cfg, numerics, replay):
     return seen, cache
 
 
-def untiled(*args):
+def untiled(params, made, rows, following, prompts, cache, cfg, numerics, replay):
     """`_step` under another name, for a program that must not share its compilation."""
-    return _step(*args)
+    return _step(params, made, rows, following, prompts, cache, cfg, numerics, replay)
 
 
 step = jax.jit(_step, static_argnames=("cfg", "numerics", "replay"))

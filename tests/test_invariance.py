@@ -281,7 +281,8 @@ def _loss(params, made, tokens, lengths, cfg, numerics, remat):
     def loss(params):
         scores = steps.score(params, made, tokens, lengths, cfg, numerics, remat=remat)
         real = jnp.arange(1, tokens.shape[1])[None, :] < lengths[:, None]
-        return -jnp.sum(jnp.where(real, scores.raw, 0)) / jnp.sum(lengths - 1), scores
+        count = jnp.sum(lengths - 1).astype(jnp.float32)
+        return -jnp.sum(jnp.where(real, scores.raw, 0)) / count, scores
 
     return jax.value_and_grad(loss, has_aux=True)(params)
 
