@@ -180,14 +180,14 @@ class Batch:
 
     def _fill(self, fresh: Sequence[int]) -> Iterator[Update]:
         """Run the prompts of these slots, packed into as few calls as their sizes allow."""
-        todo = [
+        rest = [
             (token, slot, position)
             for slot in fresh
             for position, token in enumerate(self._seat(slot).request.tokens)
         ]
-        while todo:
-            size = prefill_rows(len(todo))
-            part, todo = todo[:size], todo[size:]
+        while rest:
+            size = prefill_rows(len(rest))
+            part, rest = rest[:size], rest[size:]
             model = self._model
             sampled, self._cache = _prefill(
                 model.params, model.tables, _rows(part, size), self._cache, self._sampling,
