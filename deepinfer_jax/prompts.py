@@ -171,7 +171,7 @@ def read_prompt_lines(name: str, lines: Iterable[str]) -> tuple[list[Mapping[str
             continue
         try:
             value = json.loads(line, object_pairs_hook=_once)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{name}:{number}: broken JSON: {error}") from None
         if not isinstance(value, Mapping):
             raise ValueError(

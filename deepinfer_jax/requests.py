@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import html
+import numbers
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -42,6 +43,8 @@ class Options:
     def __post_init__(self) -> None:
         _integer("max_tokens", self.max_tokens, 1, 2**31)
         _integer("seed", self.seed, 0, 2**64)
+        for name in ("temperature", "top_p", "top_k", "min_p"):
+            _number(name, getattr(self, name))
         try:
             sampling.make_sampling(
                 1, self.temperature, self.top_p, self.top_k, self.min_p, seeds=[self.seed]
@@ -67,6 +70,12 @@ class Options:
         for token in self.stop_token_ids:
             _integer("stop_token_ids", token, 0, 2**31)
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+
+
+def _number(name: str, value: object) -> None:
+    """One number, of Python or NumPy: `make_sampling` would take a list of them as well."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{name} must be a number, got {value!r}")
 
 
 def _integer(name: str, value: object, low: int, end: int) -> None:

@@ -234,6 +234,13 @@ def test_bad_arguments(refused, args, message):
         (b'{"prompt": "a", "temperature": NaN}\n', ":1: temperature must be finite"),
         (b'{"prompt": "a", "max_tokens": 5000}\n', ":1: the prompt has 5 tokens"),
         (b'{"prompt": "a", "id": 1}\n{"prompt": "a", "id": "1"}\n', ":2: id '1' is also that of"),
+        (b'{"prompt": "a", "tools": "abc"}\n', ":1: tools must be a list of mappings, got 'abc'"),
+        (b'{"prompt": "a", "schema": [1]}\n', ":1: schema must be a mapping, got [1]"),
+        (
+            b'{"messages": [{"role": "assistant", "tool_calls": ["x"]}]}\n',
+            ":1: messages[0].tool_calls[0] must be a mapping, got 'x'",
+        ),
+        (b'{"prompt": "a", "temperature": [0.5]}\n', ":1: temperature must be a number"),
         (b'{"prompt": "\xff"}\n', "is not UTF-8"),
     ],
 )
