@@ -56,8 +56,6 @@ def make_requests(
         )
     prompts = list(prompts)
     places = [f"prompts[{i}]" for i in range(len(prompts))] if places is None else places
-    if not prompts:
-        raise ValueError("prompts is empty: give at least one")
     requests, seen = [], {}
     for index, (prompt, place) in enumerate(zip(prompts, places, strict=True)):
         try:
@@ -92,7 +90,8 @@ def _request(prompt: Any, index: int, options: Options, tokenizer: Tokenizer) ->
     seed = own.seed if "seed" in given else request_seed(own.seed, name)
     form = forms[0]
     tokens = _tokens(form, given[form], {k: given[k] for k in _CHAT if k in given}, own, tokenizer)
-    return Request(name, given[form], tokens, seed, own)
+    # Token ids as a tuple: a NumPy array would make `Result.__eq__` ambiguous.
+    return Request(name, tokens if form == "tokens" else given[form], tokens, seed, own)
 
 
 def _form(prompt: Any) -> str:

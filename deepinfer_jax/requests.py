@@ -89,7 +89,7 @@ def _integer(name: str, value: object, low: int, end: int) -> None:
 class Request:
     """A prompt as token ids, with the options of its reply and its own noise seed.
 
-    `id` names it in results; `prompt` is what the caller gave.
+    `id` names it in results; `prompt` is what the caller gave, token ids as a tuple.
     """
 
     id: str | int

@@ -128,6 +128,19 @@ def test_a_stream_begins_with_the_first_token():
     assert counts[:4] == [1, 2, 4, 8]
 
 
+def test_no_prompts_give_no_results():
+    assert di.generate(tiny_model.model(), []) == []
+    assert list(generation.updates(tiny_model.model(), [], eager=True)) == []
+    with pytest.raises(ValueError, match="batch_size must be at least 1"):
+        di.generate(tiny_model.model(), [], batch_size=0)
+
+
+def test_a_lost_result_is_noticed(monkeypatch):
+    monkeypatch.setattr(generation, "updates", lambda *args, **options: iter(()))
+    with pytest.raises(AssertionError, match="0 results of 1 requests"):
+        di.generate(tiny_model.model(), ["a"])
+
+
 def test_a_bad_argument_is_refused_by_the_call():
     with pytest.raises(ValueError, match="temperature must be finite"):
         di.stream(tiny_model.model(), "a", temperature=-1)

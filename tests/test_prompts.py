@@ -184,9 +184,13 @@ def test_one_prompt_is_not_a_list_of_prompts(prompts):
         requests(prompts)
 
 
-def test_no_prompts_are_refused():
-    with pytest.raises(ValueError, match="prompts is empty"):
-        requests([])
+def test_no_prompts_are_no_requests():
+    assert requests([]) == []
+
+
+def test_token_prompts_are_kept_as_tuples():
+    forms = [np.array([3, 5], np.int32), [3, 5], {"tokens": np.array([3, 5])}]
+    assert [request.prompt for request in requests(forms)] == [(3, 5)] * 3
 
 
 @pytest.mark.parametrize(
