@@ -45,7 +45,7 @@ SUMS_ALLOWED = ("numerics", "training")
 ENVIRONMENT_ALLOWED = ("cli", "__main__")
 NAMELESS = {"utils", "util", "common", "misc", "helpers"}
 FILE_LINES = 500
-FUNCTION_LINES = 60
+FUNCTION_LINES = 50
 
 _SUMS = {
     "jax.numpy": "sum nansum mean nanmean average std nanstd var nanvar cumsum nancumsum "
