@@ -89,9 +89,10 @@ def _request(prompt: Any, index: int, options: Options, tokenizer: Tokenizer) ->
     own = dataclasses.replace(options, **overrides)
     seed = own.seed if "seed" in given else request_seed(own.seed, name)
     form = forms[0]
-    tokens = _tokens(form, given[form], {k: given[k] for k in _CHAT if k in given}, own, tokenizer)
+    chat = {key: given[key] for key in _CHAT if key in given}
+    tokens = _tokens(form, given[form], chat, own, tokenizer)
     # Token ids as a tuple: a NumPy array would make `Result.__eq__` ambiguous.
-    return Request(name, tokens if form == "tokens" else given[form], tokens, seed, own)
+    return Request(name, tokens if form == "tokens" else given[form], tokens, seed, own, chat)
 
 
 def _form(prompt: Any) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import html
 import numbers
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from deepinfer_jax import sampling
@@ -89,7 +89,8 @@ def _integer(name: str, value: object, low: int, end: int) -> None:
 class Request:
     """A prompt as token ids, with the options of its reply and its own noise seed.
 
-    `id` names it in results; `prompt` is what the caller gave, token ids as a tuple.
+    `id` names it in results; `prompt` is what the caller gave, token ids as a tuple; `chat` holds
+    the `tools` and `schema` that were rendered with it.
     """
 
     id: str | int
@@ -97,6 +98,7 @@ class Request:
     tokens: tuple[int, ...]
     seed: int
     options: Options
+    chat: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
