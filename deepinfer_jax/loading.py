@@ -12,6 +12,7 @@ import tokenizers
 
 from deepinfer_jax import checkpoint, resources, text
 from deepinfer_jax.config import ModelConfig
+from deepinfer_jax.model import engram
 from deepinfer_jax.numerics import Numerics
 from deepinfer_jax.params import Params, decode, decoded_bytes
 from deepinfer_jax.tables import Tables, make_tables
@@ -75,6 +76,7 @@ def load(
     folder = find_folder(model)
     cfg = ModelConfig.from_json(folder)
     length = resolve_length(cfg, max_length)
+    _check_engram(folder, cfg)
     tokenizer = open_tokenizer(folder, cfg)
     tables = make_tables(cfg, _token_map(folder, cfg), length)
     return Model(
@@ -85,6 +87,14 @@ def load(
         tables=tables,
         tokenizer=tokenizer,
     )
+
+
+def _check_engram(folder: Path, cfg: ModelConfig) -> None:
+    """Refuse Engram sizes that no hashing fits, which would come to light while tracing."""
+    try:
+        engram.hash_constants(cfg)
+    except ValueError as error:
+        raise ValueError(f"{folder / 'config.json'}: {error}") from None
 
 
 def _in_memory(params: Params, cfg: ModelConfig, weights: str) -> Params:
