@@ -31,6 +31,7 @@ from typing import Any
 import jax
 import numpy as np
 
+import deepinfer_jax
 from deepinfer_jax import axes, checkpoint, params, resources
 from deepinfer_jax.config import ModelConfig
 
@@ -144,10 +145,11 @@ def machine() -> dict[str, Any]:
 def versions() -> dict[str, str]:
     command = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
     commit = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
-    packages = ("jax", "jaxlib", "numpy", "ml_dtypes", "deepinfer-jax")
+    packages = ("jax", "jaxlib", "numpy", "ml_dtypes")
     return {
         "python": platform.python_version(),
         **{name: metadata.version(name) for name in packages},
+        "deepinfer-jax": deepinfer_jax.__version__,  # what runs, installed or not
         "commit": commit or "unknown",
     }
 
