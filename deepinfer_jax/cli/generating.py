@@ -228,7 +228,7 @@ def _interrupted(args: argparse.Namespace, done: int, total: int) -> str:
     return f"interrupted: {done} of {total} results are written{where}"
 
 
-def _reconfigure(stream: TextIO, **settings: str) -> None:
+def _reconfigure(stream: TextIO, *, errors: str, encoding: str | None = None) -> None:
     """Change how a stream of the process reads or writes text; one in memory has no encoding."""
     if isinstance(stream, io.TextIOWrapper):
-        stream.reconfigure(**settings)
+        stream.reconfigure(encoding=encoding, errors=errors)

@@ -1,7 +1,6 @@
 """Engram: n-gram memory, read by hashing, written through a gate (model spec 10).
 
-Hashes are exact 64-bit integers kept as two uint32 words, so nothing needs 64-bit types on the
-device.
+Hashes are exact 64-bit integers kept as two uint32 words: no device needs 64-bit types for them.
 """
 
 from __future__ import annotations

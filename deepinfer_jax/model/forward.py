@@ -32,8 +32,7 @@ class Replay:
     """How much of a prompt the decoder half sees (model spec 16); part of the numerics of a run.
 
     off: all of it. mask: every row runs, but decoder windows start at P - keep. compact: rows
-    before P - keep stop at the decoder boundary; the results of the rows kept equal those of
-    `mask`.
+    before P - keep stop at the decoder boundary; the rows kept give the results of `mask`.
     """
 
     mode: Literal["off", "mask", "compact"] = "off"

@@ -181,7 +181,7 @@ def _index_scores(call: blocks.Call, layer: int, x: jax.Array, s: blocks.Stream)
     }
     query = index.index_query(own, x, low, call.yarn, cfg, numerics)
     count = blocks.entry_count(call, s.cache, kind.ratio)
-    field = index.Field(kind.ratio, count, caches.index_codec(cfg, numerics))
+    field = index.Field(kind.ratio, caches.index_codec(cfg, numerics))
     ids = jnp.arange(count, dtype=jnp.int32)
     keys = attention.Entries(s.cache.keys[which], int(places.stored[layer]))
     score = index.scores(query, keys, ids, call.rows, call.spans, field, numerics)
