@@ -455,6 +455,7 @@ class Census:
 
     @property
     def total_bytes(self) -> int:
+        """Stored bytes of all tensors together."""
         return sum(self.bytes_by_storage.values())
 
 
