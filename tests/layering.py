@@ -36,12 +36,13 @@ ORDER = (
     "batching",
     "generation",
     "engine",
+    "rl",
     "",
     "training",
     "cli",
     "__main__",
 )
-SUMS_ALLOWED = ("numerics", "training")
+SUMS_ALLOWED = ("numerics", "training", "rl")
 ENVIRONMENT_ALLOWED = ("cli", "__main__")
 NAMELESS = {"utils", "util", "common", "misc", "helpers"}
 FILE_LINES = 500

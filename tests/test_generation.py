@@ -105,13 +105,13 @@ def test_a_reply_is_that_of_the_transitions():
 
 def test_prompts_of_every_length_share_the_programs():
     one_by_one()
-    before = batching._prefill._cache_size(), batching._advance._cache_size()
+    before = batching._prefill._cache_size(), batching._decode._cache_size()
     prompts = [
         {"tokens": [7] * n, "max_tokens": m} for n, m in ((1, 1), (33, 3), (64, 17), (15, 2))
     ]
     for prompt in prompts:
         di.generate(tiny_model.model(), [prompt])
-    assert (batching._prefill._cache_size(), batching._advance._cache_size()) == before
+    assert (batching._prefill._cache_size(), batching._decode._cache_size()) == before
 
 
 def test_a_stream_joins_to_the_text():
