@@ -192,10 +192,9 @@ def logprob(logits: Array, token: Array, norm: Array | None = None) -> jax.Array
     changes the last bit of about 3 % of the entries). The only log-prob formula of the package.
     `norm` [...] is the log-sum-exp where the caller has it already.
     """
-    if norm is None:
-        norm = numerics.logsumexp(logits.astype(jnp.float32))
     picked = jnp.take_along_axis(logits, token[..., None], axis=-1)[..., 0]
-    return picked.astype(jnp.float32) - norm
+    whole = numerics.logsumexp(logits.astype(jnp.float32)) if norm is None else jnp.asarray(norm)
+    return picked.astype(jnp.float32) - whole
 
 
 @jax.named_scope("transform")
@@ -304,7 +303,7 @@ def _odds(logits: Array, sampling: Sampling, mask: Array | None) -> _Odds:
 def _judge(logits: Array, token: Array, odds: _Odds, sampling: Sampling) -> Sampled:
     kept = jnp.minimum(jnp.exp((odds.norm - odds.whole)[..., None])[..., 0], 1.0)
     return Sampled(
-        token=token,
+        token=jnp.asarray(token),
         logprob_raw=logprob(logits, token),
         logprob_processed=logprob(odds.survivors, token, odds.norm),
         kept_mass=jnp.where(_greedy(sampling), 1.0, kept),
