@@ -14,8 +14,8 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 # --- end of numerics switches ------------------------------------------------------------------
 
-# Sharded programs are tested on four CPU devices; harmless where the default device is a GPU.
-jax.config.update("jax_num_cpu_devices", 4)
+# Sharded programs are tested on eight CPU devices; harmless where the default device is a GPU.
+jax.config.update("jax_num_cpu_devices", 8)
 
 # A compiling example has no meaningful deadline. The default profile draws the same examples in
 # every run; `--hypothesis-profile=explore` draws new ones.

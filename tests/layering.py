@@ -37,6 +37,7 @@ ORDER = (
     "generation",
     "engine",
     "rl",
+    "parallel",
     "",
     "training",
     "cli",

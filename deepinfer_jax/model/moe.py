@@ -13,6 +13,7 @@ from jax import lax
 
 from deepinfer_jax import numerics as nx
 from deepinfer_jax.config import ModelConfig
+from deepinfer_jax.model import exchange
 from deepinfer_jax.numerics import Numerics
 from deepinfer_jax.rows import Rows
 
@@ -86,24 +87,40 @@ def _expert_tile(rows: Any, expert: jax.Array, shared: Any, cfg: ModelConfig, nu
 
 
 def routed_experts(
-    stacks: Any, layer: Any, x: jax.Array, routed: Route, cfg: ModelConfig, numerics: Numerics
-) -> jax.Array:
+    stacks: Any, layer: Any, x: jax.Array, routed: Route, total: int, cfg: ModelConfig,
+    numerics: Numerics,
+) -> jax.Array:  # fmt: skip
     """Outputs of the chosen experts summed in ascending expert id: float32 [T, D].
 
-    stacks: w1, w2, w3 as [layers, E, ...]; the weight multiplies before the down projection.
+    stacks: w1, w2, w3 as [layers, E, ...]; the weight multiplies before the down projection. Where
+    E is not `total`, the other experts are on other devices (`exchange`).
     """
     if numerics.rows == "dense":
         return _all_experts(stacks, layer, x, routed, cfg, numerics)
-    t, k = routed.experts.shape
     order = jnp.argsort(routed.experts, axis=1)
     experts = jnp.take_along_axis(routed.experts, order, axis=1)
     weights = jnp.take_along_axis(routed.weights, order, axis=1)
+    outputs = functools.partial(_outputs, stacks, layer, cfg=cfg, numerics=numerics)
+    local = jax.tree.leaves(stacks["w1"])[0].shape[1]
+    if local == total:
+        y = outputs(x, experts, weights)
+    else:
+        y = exchange.over_devices(outputs, x, experts, weights, local, total)
+    y = y.astype(jnp.float32)
+    return nx.ordered_sum([y[:, i] for i in range(y.shape[1])])
+
+
+def _outputs(
+    stacks: Any, layer: Any, x: jax.Array, experts: jax.Array, weights: jax.Array,
+    cfg: ModelConfig, numerics: Numerics,
+) -> jax.Array:  # fmt: skip
+    """Every chosen expert's output [T, k, D] for x [T, D]; arbitrary where there is no expert."""
+    t, k = experts.shape
     first = jax.tree.leaves(stacks["w1"])[0]
     rows = (jnp.repeat(x, k, axis=0), weights.reshape(-1))
     tile = functools.partial(_expert_tile, cfg=cfg, numerics=numerics)
     y = nx.map_experts(tile, rows, experts.reshape(-1), (stacks, layer), first.shape[1], numerics)
-    y = y.reshape(t, k, -1).astype(jnp.float32)
-    return nx.ordered_sum([y[:, i] for i in range(k)])
+    return y.reshape(t, k, -1)
 
 
 def _all_experts(
@@ -137,6 +154,7 @@ def moe(
     nowhere = jnp.iinfo(jnp.int32).max
     experts = jnp.where(rows.real[:, None], routed.experts, nowhere)
     used = dataclasses.replace(routed, experts=experts)
-    y = routed_experts(stacks, layer, x, used, cfg, numerics)
+    total = p["gate"]["bias"].shape[0]
+    y = routed_experts(stacks, layer, x, used, total, cfg, numerics)
     y = y + shared_expert(p["shared_experts"], x, cfg, numerics).astype(jnp.float32)
     return nx.round_to(y, numerics.dtype), routed

@@ -51,4 +51,6 @@ def top_k(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
     """Largest k of the last axis in a total order: value, then lower index; -0 equals +0."""
     # Adding zero would turn -0 into +0 too, were it not simplified away.
     values, ids = lax.top_k(jnp.where(x == 0, np.float32(0), x), k)
-    return lax.optimization_barrier((values, ids))
+    # Without barriers XLA:CPU sorts whole rows when a caller looks at a part of the result; one
+    # barrier around both makes it abort inside shard_map.
+    return lax.optimization_barrier(values), lax.optimization_barrier(ids)

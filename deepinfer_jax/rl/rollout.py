@@ -48,7 +48,7 @@ class Rollout:
 def rollout(
     params: Any, tables: Tables, prompts: jax.Array, lengths: jax.Array, sampling: Sampling,
     stops: jax.Array, cfg: ModelConfig, numerics: Numerics, *, new: int, size: int = 0,
-    scheduled: jax.Array | None = None,
+    scheduled: jax.Array | None = None, together: tuple[str, ...] = (),
 ) -> Rollout:  # fmt: skip
     """Sample one reply to each prompt.
 
@@ -59,6 +59,7 @@ def rollout(
       new: most tokens of a reply.
       size: drafts made in a round, 0 to decode one by one. Changes the speed only.
       scheduled: [R, B] int32, how many drafts to verify in round r (row r mod R); default: all.
+      together: mesh axes whose devices go on until all are done (inside `jax.shard_map`).
 
     Jit with `cfg`, `numerics`, `new` and `size` static. `params` may be stored weights or a
     trainer's floats.
@@ -79,7 +80,8 @@ def rollout(
     )  # fmt: skip
 
     def more(carry: tuple[Rollout, Running, Cache]) -> jax.Array:
-        return jnp.any(carry[1].active)
+        active = jnp.any(carry[1].active)
+        return lax.pmax(active.astype(jnp.int32), together) > 0 if together else active
 
     def step(carry: tuple[Rollout, Running, Cache]) -> tuple[Rollout, Running, Cache]:
         out, running, cache = carry
