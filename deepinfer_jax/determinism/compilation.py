@@ -15,7 +15,7 @@ from deepinfer_jax.determinism import feeding
 from deepinfer_jax.determinism.reference import ROW, Setup
 from deepinfer_jax.determinism.schedules import Pair
 
-_SETTINGS = {
+SETTINGS = {
     "jax_enable_compilation_cache": True,
     "jax_persistent_cache_min_compile_time_secs": 0,
     "jax_persistent_cache_min_entry_size_bytes": -1,
@@ -26,11 +26,11 @@ ROWS = 1
 @contextlib.contextmanager
 def own_cache() -> Iterator[str]:
     """Compile into a folder of our own inside the context; then everything is as it was."""
-    names = ("jax_compilation_cache_dir", *_SETTINGS)
+    names = ("jax_compilation_cache_dir", *SETTINGS)
     before = {name: jax.config.values[name] for name in names}
     with tempfile.TemporaryDirectory(prefix="deepinfer-jax-compiled-") as folder:
         try:
-            for name, value in {**_SETTINGS, "jax_compilation_cache_dir": folder}.items():
+            for name, value in {**SETTINGS, "jax_compilation_cache_dir": folder}.items():
                 jax.config.update(name, value)
             compilation_cache.reset_cache()
             yield folder

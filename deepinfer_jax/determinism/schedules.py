@@ -82,7 +82,8 @@ class Table:
         cache: Cache,
         programs: Mapping[int, Any],
     ):
-        self._setup, self._cache, self._programs = setup, cache, dict(sorted(programs.items()))
+        self._setup, self.cache = setup, cache
+        self._programs = dict(sorted(programs.items()))
         self._seats = [
             _Seat(setup.references[n], n, s) for n, s in zip(numbers, slots, strict=True)
         ]
@@ -106,7 +107,7 @@ class Table:
             yield from self._call(Turn(tuple(Move(number, rows) for number in waiting)))
         for seat in self._seats:
             length = len(seat.reference.text)
-            got = feeding.visible(self._setup.model, self._cache, seat.slot, length)
+            got = feeding.visible(self._setup.model, self.cache, seat.slot, length)
             where = f"request {seat.number}, cache of slot {seat.slot}"
             yield Pair(where, got, seat.reference.state)
 
@@ -137,9 +138,9 @@ class Table:
 
     def _feed(self, pieces: list[feeding.Piece], size: int, gaps: list[int]) -> feeding.Fed:
         seated = {seat.slot: seat.number for seat in self._seats}
-        fed, self._cache = feeding.feed(
-            self._setup.model, self._cache, pieces, size, gaps, program=self._programs[size],
-            sampling=self._setup.sampling(seated, self._cache.slots), names=ROW,
+        fed, self.cache = feeding.feed(
+            self._setup.model, self.cache, pieces, size, gaps, program=self._programs[size],
+            sampling=self._setup.sampling(seated, self.cache.slots), names=ROW,
         )  # fmt: skip
         return fed
 
