@@ -35,6 +35,7 @@ ORDER = (
     "transcript",
     "batching",
     "generation",
+    "determinism",
     "engine",
     "rl",
     "parallel",

@@ -23,12 +23,14 @@ from hypothesis import strategies as st
 from deepinfer_jax import cache as caches
 from deepinfer_jax import checkpoint, tables
 from deepinfer_jax.config import ModelConfig
+from deepinfer_jax.determinism import feeding
+from deepinfer_jax.determinism.feeding import Text
+from deepinfer_jax.loading import Model
 from deepinfer_jax.model import block, draft, forward, head, hyper
 from deepinfer_jax.model.program import program
 from deepinfer_jax.numerics import Numerics, rms_norm
 from deepinfer_jax.rows import Rows
-from tests import feeding
-from tests.feeding import Text
+from tests import every_role
 from tests.oracle import Oracle, random_model, read_folder
 
 PROMPT, STEPS = 29, 4
@@ -177,7 +179,7 @@ def compare(config: dict, mode: str, seed: int, folder) -> None:
     """All of one random model: numbers, decisions, the draft."""
     pair = _pair(config, mode, seed, folder)
     vision = pair.cfg.vision is not None
-    source = feeding.text(pair.cfg, PROMPT + STEPS, seed, range(8, 14) if vision else range(0))
+    source = every_role.text(pair.cfg, PROMPT + STEPS, seed, range(8, 14) if vision else range(0))
     anchor = seed % pair.cfg.vocab_size
     records, want_draft = _oracle_run(pair, source, anchor)
     assume(not near_tie(records))
@@ -209,7 +211,7 @@ def cases(draw) -> tuple[dict, str, int]:
 
 def released_pattern() -> dict:
     """The fed configuration with layers as in the release: repeated units, runs of reuse layers."""
-    config = json.loads(feeding.CONFIG_FILE.read_text())
+    config = json.loads(every_role.CONFIG_FILE.read_text())
     config["text_config"] |= {
         "num_hidden_layers": 20,
         "compress_ratios": [0] * 2 + [2] * 6 + [1] * 12 + [0] * 2,
@@ -227,25 +229,27 @@ def test_layers_in_loops_are_layers(tmp_path):
     pair = _pair(released_pattern(), "fp32", 5, tmp_path)
     units = [(u.repeat, [n for _, n in u.runs]) for u in program(pair.cfg)]
     assert units == [(1, [1, 1]), (2, [1, 2]), (1, [1, 2]), (2, [1, 2]), (1, [1, 2])]
-    source = feeding.text(pair.cfg, 48, 6, range(9, 15))
+    source = every_role.text(pair.cfg, 48, 6, range(9, 15))
     images = {i: source.embeddings[i] for i in np.flatnonzero(source.image).tolist()}
     state = pair.oracle.new_state()
     records = pair.oracle.prefill(state, source.tokens.tolist(), images)
-    m = feeding.Model(pair.cfg, MODES["fp32"], pair.params, pair.tables)
-    pieces, compiled = [feeding.piece(0, source, 0, 48)], feeding.compiled(FAST)
-    fed, cache = feeding.feed(m, feeding.garbage(m), pieces, 48, program=compiled)
+    m = Model("random", pair.cfg, MODES["fp32"], pair.params, pair.tables, None)
+    pieces = [feeding.piece(0, source, 0, 48)]
+    names = ("cfg", "numerics", "replay")
+    compiled = jax.jit(feeding.observe, static_argnames=names, compiler_options=FAST)
+    fed, cache = feeding.feed(m, every_role.garbage(m), pieces, 48, program=compiled)
     rows = [fed.of(0, p) for p in range(48)]
     assert close(np.stack([r["logits"] for r in rows]), np.stack([r.logits for r in records])).all()
     want = np.stack([np.stack(r.router_ids) for r in records])
     np.testing.assert_array_equal(np.stack([r["routed"] for r in rows]), want)
     check_cache(m, cache, state)
-    drafted = feeding.draft_of(m, cache, [-1, 0, -1], [0, 48, 0], [0, 11, 0])
+    drafted = every_role.draft_of(m, cache, [-1, 0, -1], [0, 48, 0], [0, 11, 0])
     want = pair.oracle.draft(state, 11)
     np.testing.assert_array_equal(drafted.tokens[1], want.ids)
     assert close(drafted.logits[1], want.logits).all()
 
 
-def check_cache(m: feeding.Model, cache: caches.Cache, state: Any) -> None:
+def check_cache(m: Model, cache: caches.Cache, state: Any) -> None:
     """Rings and entries of slot 0 hold the oracle's rows of every layer."""
     cfg, got = m.cfg, feeding.visible(m, cache, 0, state.length)
     recent = range(state.length - cfg.sliding_window, state.length)

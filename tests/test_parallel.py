@@ -12,9 +12,9 @@ import pytest
 
 from deepinfer_jax import parallel, rl, sampling, steps, tables
 from deepinfer_jax import params as parameters
+from deepinfer_jax.determinism.equality import bits
 from deepinfer_jax.model import exchange
 from deepinfer_jax.numerics import Numerics
-from tests.feeding import bits
 from tests.training import small_training
 
 CFG = dataclasses.replace(

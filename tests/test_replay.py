@@ -19,10 +19,11 @@ from hypothesis import strategies as st
 from deepinfer_jax import cache as caches
 from deepinfer_jax import rows as row_sets
 from deepinfer_jax import sampling, steps
+from deepinfer_jax.determinism import equality, feeding
+from deepinfer_jax.determinism.feeding import Fed, Text
 from deepinfer_jax.model import forward
 from deepinfer_jax.model.forward import Replay
-from tests import feeding
-from tests.feeding import Fed, Text
+from tests import every_role
 
 FEW, MANY = 12, 48
 KEEP = 17  # the floor: window 11 and slack 6
@@ -36,17 +37,17 @@ DTYPES = (
 
 @functools.cache
 def texts(dtype: str) -> tuple[Text, ...]:
-    cfg = feeding.model(dtype).cfg
+    cfg = every_role.model(dtype).cfg
     spans = (range(7, 12), range(0))
     sizes = (PROMPTS[0] + 8, PROMPTS[1] + 8)
     return tuple(
-        feeding.text(cfg, n, seed + 20, span)
+        every_role.text(cfg, n, seed + 20, span)
         for seed, (n, span) in enumerate(zip(sizes, spans, strict=True))
     )
 
 
 def prompts_of(slots: tuple[int, ...]) -> np.ndarray:
-    lengths = np.zeros(feeding.SLOTS, np.int32)
+    lengths = np.zeros(every_role.SLOTS, np.int32)
     lengths[list(slots)] = PROMPTS
     return lengths
 
@@ -54,20 +55,20 @@ def prompts_of(slots: tuple[int, ...]) -> np.ndarray:
 @functools.cache
 def whole(dtype: str, replay: Replay) -> tuple[Fed, caches.Cache]:
     """Both prompts in one call, in slots 0 and 1."""
-    m = feeding.model(dtype)
+    m = every_role.model(dtype)
     pieces = [feeding.piece(i, texts(dtype)[i], 0, n) for i, n in enumerate(PROMPTS)]
     return feeding.feed(
-        m, feeding.garbage(m), pieces, MANY, replay=replay, prompts=prompts_of((0, 1))
+        m, every_role.garbage(m), pieces, MANY, replay=replay, prompts=prompts_of((0, 1))
     )
 
 
 def check_state(dtype: str, cache, slot: int, number: int, want=None) -> None:
     """Everything that later calls may read is what `mask` left."""
-    m, length = feeding.model(dtype), PROMPTS[number]
+    m, length = every_role.model(dtype), PROMPTS[number]
     want = whole(dtype, MASK)[1] if want is None else want
     floor = length - KEEP
     got = feeding.visible(m, cache, slot, length, floor)
-    assert not feeding.different(got, feeding.visible(m, want, number, length, floor))
+    assert not equality.different(got, feeding.visible(m, want, number, length, floor))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -79,21 +80,21 @@ def test_mask_equals_compact(dtype):
             if position < length - KEEP:
                 assert left is None
                 continue
-            assert not feeding.different(left, right), (slot, position)
+            assert not equality.different(left, right), (slot, position)
         check_state(dtype, cache, slot, slot)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_global_entries_and_encoder_are_exact(dtype):
     """Replay approximates the decoder's windows and nothing else."""
-    m = feeding.model(dtype)
+    m = every_role.model(dtype)
     _, compact = whole(dtype, COMPACT)
     pieces = [feeding.piece(i, texts(dtype)[i], 0, n) for i, n in enumerate(PROMPTS)]
-    fed, off = feeding.feed(m, feeding.garbage(m), pieces, MANY)
+    fed, off = feeding.feed(m, every_role.garbage(m), pieces, MANY)
     masked, _ = whole(dtype, MASK)
     for slot, length in enumerate(PROMPTS):
         got, want = (feeding.visible(m, c, slot, length) for c in (compact, off))
-        changed = feeding.different(got, want)
+        changed = equality.different(got, want)
         assert set(changed) == {"decoder", "draft"}
         first = length - KEEP  # the first row kept has no window but itself
         assert (masked.of(slot, first)["logits"] != fed.of(slot, first)["logits"]).any()
@@ -102,12 +103,12 @@ def test_global_entries_and_encoder_are_exact(dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 @given(
     cuts=st.tuples(*[st.lists(st.integers(1, n - 1), max_size=4) for n in PROMPTS]),
-    slots=st.permutations(range(feeding.SLOTS)).map(lambda p: tuple(p[:2])),
+    slots=st.permutations(range(every_role.SLOTS)).map(lambda p: tuple(p[:2])),
 )
 @settings(max_examples=20)
 def test_chunks_equal_the_whole_prompt(dtype, cuts, slots):
     """Chunks before, across and after the boundary; the two prompts advance side by side."""
-    m, cache, prompts = feeding.model(dtype), feeding.garbage(feeding.model(dtype)), None
+    m, cache, prompts = every_role.model(dtype), every_role.garbage(every_role.model(dtype)), None
     prompts = prompts_of(slots)
     edges = [sorted({0, *c, n}) for c, n in zip(cuts, PROMPTS, strict=True)]
     for turn in range(max(len(e) for e in edges) - 1):
@@ -124,7 +125,7 @@ def test_chunks_equal_the_whole_prompt(dtype, cuts, slots):
                 if position < PROMPTS[number] - KEEP:
                     assert got is None
                 else:
-                    assert not feeding.different(got, want)
+                    assert not equality.different(got, want)
     for number, slot in enumerate(slots):
         check_state(dtype, cache, slot, number)
 
@@ -132,7 +133,7 @@ def test_chunks_equal_the_whole_prompt(dtype, cuts, slots):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_decoding_afterwards_is_the_same(dtype):
     """Rejected drafts, then tokens one by one, then a draft: nothing stale is ever read."""
-    m, results = feeding.model(dtype), []
+    m, results = every_role.model(dtype), []
     for replay in (MASK, COMPACT):
         cache, out = whole(dtype, replay)[1], []
         source, start = texts(dtype)[0], PROMPTS[0]
@@ -142,18 +143,18 @@ def test_decoding_afterwards_is_the_same(dtype):
         for position in range(start + 1, start + 8):
             pieces = [feeding.piece(0, source, position, position + 1)]
             fed, cache = feeding.feed(m, cache, pieces, FEW)
-            out.append({n: v for n, v in fed.of(0, position).items() if n != "logprob"})
-        drafted = feeding.draft_of(m, cache, [0, -1, -1], [start + 8, 0, 0], [5, 6, 7])
+            out.append({n: v for n, v in fed.of(0, position).items() if n != "scored"})
+        drafted = every_role.draft_of(m, cache, [0, -1, -1], [start + 8, 0, 0], [5, 6, 7])
         out.append({"logits": drafted.logits[0], "confidence": drafted.confidence[0]})
         results.append(out)
     for left, right in zip(*results, strict=True):
-        assert not feeding.different(left, right)
+        assert not equality.different(left, right)
 
 
 def test_the_oracle_agrees():
     """Logits of the kept rows and of the steps that follow, and the draft after them."""
-    m, source, length = feeding.model("float32"), texts("float32")[0], PROMPTS[0]
-    model = feeding.oracle(("compact", KEEP))
+    m, source, length = every_role.model("float32"), texts("float32")[0], PROMPTS[0]
+    model = every_role.oracle(("compact", KEEP))
     state = model.new_state()
     images = {i: source.embeddings[i] for i in np.flatnonzero(source.image).tolist()}
     records = model.prefill(state, source.tokens[:length].tolist(), images)
@@ -168,7 +169,7 @@ def test_the_oracle_agrees():
         )  # fmt: skip
         np.testing.assert_allclose(fed.of(0, position)["logits"], record.logits, atol=1e-4)
     want = model.draft(state, 9)
-    got = feeding.draft_of(m, cache, [0, -1, -1], [length + 3, 0, 0], [9, 0, 0])
+    got = every_role.draft_of(m, cache, [0, -1, -1], [length + 3, 0, 0], [9, 0, 0])
     np.testing.assert_array_equal(got.tokens[0], want.ids)
     np.testing.assert_allclose(got.logits[0], want.logits, atol=1e-4)
 
@@ -177,7 +178,7 @@ def test_the_oracle_agrees():
 
 
 def test_the_floor_is_window_plus_slack():
-    cfg = feeding.model("float32").cfg
+    cfg = every_role.model("float32").cfg
     slack = cfg.dspark_block_size + 1
     forward.check_replay(Replay("compact", cfg.sliding_window + slack), cfg, slack)
     for mode in ("mask", "compact"):
@@ -187,7 +188,7 @@ def test_the_floor_is_window_plus_slack():
 
 
 def test_a_replay_needs_its_model_and_its_arguments():
-    m = feeding.model("float32")
+    m = every_role.model("float32")
     with pytest.raises(ValueError, match="mode must be off, mask or compact, got 'half'"):
         forward.check_replay(Replay("half", 99), m.cfg, 6)  # pyright: ignore
     late = dataclasses.replace(m.cfg, engram_layer_ids=(3,))
@@ -205,7 +206,7 @@ def test_a_replay_needs_its_model_and_its_arguments():
 
 def test_prefill_counts_rows_that_a_replay_dropped(monkeypatch):
     """Slot 2's chunk ends before the boundary, so no row of it reaches the head."""
-    m = feeding.model("float32")
+    m = every_role.model("float32")
     pieces = [
         feeding.piece(0, texts("float32")[0], 20, 24),
         feeding.piece(2, texts("float32")[1], 0, 3),
@@ -213,11 +214,11 @@ def test_prefill_counts_rows_that_a_replay_dropped(monkeypatch):
     rows = jax.tree.map(jnp.asarray, feeding.rows_of(pieces, FEW))
     kept = row_sets.take_rows(rows, jnp.array([0, 1, 2, 3, -1, -1], jnp.int32))
     output = jnp.zeros((6, m.cfg.hidden_size), jnp.float32)
-    cache = caches.init_cache(m.cfg, m.numerics, feeding.SLOTS, feeding.CAPACITY)
+    cache = caches.init_cache(m.cfg, m.numerics, every_role.SLOTS, every_role.CAPACITY)
     cache = dataclasses.replace(cache, lengths=jnp.array([20, 5, 0, 7], jnp.int32))
     hidden = forward.Hidden(output, output[None], jnp.zeros((1, 6, 1), jnp.int32), kept)
     monkeypatch.setattr(steps, "extend", lambda *a, **k: (hidden, cache))
-    chosen = sampling.make_sampling(feeding.SLOTS, 0.0, seeds=range(feeding.SLOTS))
+    chosen = sampling.make_sampling(every_role.SLOTS, 0.0, seeds=range(every_role.SLOTS))
     _, after = steps.prefill(
         m.params, m.tables, rows, cache, chosen, m.cfg, m.numerics, replay=COMPACT
     )

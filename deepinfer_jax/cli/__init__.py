@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 
 import deepinfer_jax
-from deepinfer_jax.cli import generating, information
+from deepinfer_jax.cli import checking, generating, information
 from deepinfer_jax.cli.refusal import Refused
 
 FAILED, REFUSED, INTERRUPTED, BROKEN_PIPE = 1, 2, 130, 141
@@ -49,4 +49,5 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     generating.add_command(commands)
     information.add_command(commands)
+    checking.add_command(commands)
     return parser

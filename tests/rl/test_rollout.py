@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 import deepinfer_jax as di
 from deepinfer_jax import params as parameters
 from deepinfer_jax import rl, sampling
+from deepinfer_jax.determinism.equality import bits
 from tests import tiny_model
-from tests.feeding import bits
 
 B, P, NEW, DRAFTS = 3, 11, 14, 3
 LENGTHS = np.array([11, 4, 7], np.int32)

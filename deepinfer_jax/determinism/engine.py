@@ -1,0 +1,101 @@
+"""The engine's own programs: continuous batching, and decoding that stays on the device."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from deepinfer_jax import steps
+from deepinfer_jax.batching import Batch
+from deepinfer_jax.determinism import feeding
+from deepinfer_jax.determinism.reference import Reference, Setup
+from deepinfer_jax.determinism.schedules import Pair
+from deepinfer_jax.determinism.serving import MANY, SLOTS
+from deepinfer_jax.requests import Request, Result
+from deepinfer_jax.steps import Running
+
+BATCH = 5  # slots of the engine; more requests than that take turns
+
+decode_many = jax.jit(steps.decode_many, static_argnames=("cfg", "numerics", "steps"))
+
+
+def engine(setup: Setup) -> Iterator[Pair]:
+    """`generate` with five slots for many requests that end at different times, in two orders."""
+    rng = setup.rng("engine")
+    for eager in (False, True):
+        numbers = rng.permutation(np.tile(np.arange(len(setup.references)), 2)).tolist()
+        requests = [_shortened(setup.references[n].request, rng) for n in numbers]
+        for update in Batch(setup.model, requests, BATCH, eager=eager).run():
+            if update.result is not None:
+                reference = setup.references[numbers[update.index]]
+                yield _reply(reference, update.result, setup.model.cfg.eos_token_id)
+
+
+def _shortened(request: Request, rng: np.random.Generator) -> Request:
+    most = int(rng.integers(1, request.options.max_tokens + 1))
+    return dataclasses.replace(
+        request, options=dataclasses.replace(request.options, max_tokens=most)
+    )
+
+
+def _reply(reference: Reference, result: Result, eos: int) -> Pair:
+    """A reply against the reference's, which goes on where the reply has ended."""
+    request, start = reference.request, reference.prompt
+    count = len(result.tokens)
+    tokens = reference.text.tokens[start : start + count]
+    ended = np.flatnonzero(tokens == eos)
+    if ended.size:  # the reply must have ended there, if not before
+        tokens = tokens[: ended[0] + 1]
+    want = {"token": tokens, "ends": np.array([len(tokens)])}
+    got = {"token": np.array(result.tokens[: len(tokens)], np.int32), "ends": np.array([count])}
+    for name, values in (
+        ("raw", result.logprobs),
+        ("processed", result.logprobs_processed),
+        ("kept", result.kept_mass),
+    ):
+        want[name] = reference.rows[name][start - 1 : start - 1 + len(tokens)]
+        got[name] = np.array(values[: len(tokens)], np.float32)
+    return Pair(f"request {request.id}, reply of {count} tokens", got, want)
+
+
+def scan(setup: Setup) -> Iterator[Pair]:
+    """The whole reply inside one `lax.scan`, all requests together."""
+    model, references = setup.model, setup.references
+    chosen = np.arange(SLOTS)[:: SLOTS // len(references)][: len(references)]
+    seated = dict(zip(chosen.tolist(), range(len(references)), strict=True))
+    cache = feeding.garbage(model, SLOTS, min(2 * setup.capacity, model.max_length))
+    for slot, reference in zip(chosen.tolist(), references, strict=True):
+        if reference.prompt > 1:
+            prompt = [feeding.piece(slot, reference.text, 0, reference.prompt - 1)]
+            _, cache = feeding.feed(model, cache, prompt, MANY, names=())
+    count = max(len(r.text) - r.prompt for r in references) + 1
+    lengths, tokens, left = np.zeros((3, SLOTS), np.int32)
+    for slot, reference in zip(chosen.tolist(), references, strict=True):
+        lengths[slot] = reference.prompt - 1
+        tokens[slot] = reference.text.tokens[reference.prompt - 1]
+        left[slot] = len(reference.text) - reference.prompt + 1
+    running = Running(
+        *map(jnp.asarray, (tokens, left > 0, left, np.full((SLOTS, 1), -1, np.int32)))
+    )
+    cache = dataclasses.replace(cache, lengths=jnp.asarray(lengths))
+    sampled, _, _, cache = decode_many(
+        model.params, model.tables, running, cache, setup.sampling(seated, SLOTS), model.cfg,
+        model.numerics, steps=count,
+    )  # fmt: skip
+    columns = {
+        "token": sampled.token,
+        "raw": sampled.logprob_raw,
+        "processed": sampled.logprob_processed,
+        "kept": sampled.kept_mass,
+    }
+    for slot, number in seated.items():
+        reference, first = references[number], references[number].prompt - 1
+        want = {name: reference.rows[name][first:] for name in columns}
+        got = {name: np.asarray(columns[name])[: left[slot], slot] for name in columns}
+        yield Pair(f"request {number}, reply", got, want)
+        state = feeding.visible(model, cache, slot, len(reference.text))
+        yield Pair(f"request {number}, cache of slot {slot}", state, reference.state)

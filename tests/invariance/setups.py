@@ -1,0 +1,54 @@
+"""References of the model with every role, made once per process and shared by all files here."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import numpy as np
+
+from deepinfer_jax.determinism import reference
+from deepinfer_jax.determinism.reference import Setup
+from tests import every_role
+
+DTYPES = ("bfloat16", "float32")
+TOKENS, COUNT = 22, 4  # replies, requests
+IMAGE = range(9, 16)  # in the longest prompt
+
+
+@functools.cache
+def setup(dtype: str) -> Setup:
+    """Requests of text in the invariant form: each alone, one token at a time."""
+    return reference.make_setup(every_role.model(dtype), tokens=TOKENS, seed=1, count=COUNT)
+
+
+@functools.cache
+def illustrated(dtype: str) -> Setup:
+    """The same, with an image inside the first prompt."""
+    plain = setup(dtype)
+    first = plain.references[0]
+    image = every_role.text(plain.model.cfg, first.prompt, 3, IMAGE)
+    prompt = dataclasses.replace(image, tokens=first.text.tokens[: first.prompt])
+    again = reference.refer(plain.model, first.request, plain.capacity, prompt)
+    return dataclasses.replace(plain, references=(again, *plain.references[1:]))
+
+
+@functools.cache
+def batched() -> Setup:
+    """Plain XLA in float32, where no rounding hides a difference; references made by it too."""
+    model = every_role.model("float32", "batched")
+    return reference.make_setup(model, tokens=TOKENS, seed=1, count=COUNT)
+
+
+def flipped(whole: Setup, name: str) -> Setup:
+    """One bit of one value changed in the second reference: of a row, or of a cache."""
+    second = whole.references[1]
+    rows, state = dict(second.rows), dict(second.state)
+    place = rows if name in rows else state
+    changed = np.array(place[name])
+    changed.reshape(-1).view(np.uint8)[-(-changed.nbytes // 2)] ^= 1
+    place[name] = changed
+    other = dataclasses.replace(second, rows=rows, state=state)
+    return dataclasses.replace(
+        whole, references=(whole.references[0], other, *whole.references[2:])
+    )

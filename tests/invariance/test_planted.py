@@ -1,0 +1,47 @@
+"""Every check fails where the promise is broken.
+
+Two kinds of defect. The plain XLA form (`Numerics(rows="batched")`) in float32: its bits depend on
+the number of rows, so every check whose calls have another number of rows than the reference must
+see it, without being told what to look for. Some perturbations change nothing on a CPU even for
+plain XLA (the same program twice, donation as such, the persistent cache): that those checks
+compare what they say is shown with one flipped bit in each kind of value.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from deepinfer_jax import determinism
+from tests.invariance import setups
+
+CHECKS = {check.name: check for check in determinism.CHECKS}
+# `donation` is here for its eight rows; what donation itself could break is shown below.
+SEEN_IN_PLAIN_FORM = sorted(set(CHECKS) - {"repetition", "compilation"})
+SERVING = ("token", "raw", "processed", "kept", "scored", "routed", "output", "encoder", "decoder",
+           "draft", "kv1", "kv2", "keys1", "keys2", "pending", "history")  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SEEN_IN_PLAIN_FORM)
+def test_the_plain_form_is_caught(name):
+    finding = determinism.run_check(CHECKS[name], setups.batched())
+    assert finding.differing
+    assert finding.first is not None
+
+
+@pytest.mark.parametrize("name", ["repetition", "donation"])
+@pytest.mark.parametrize("value", SERVING)
+def test_one_flipped_bit_is_caught(name, value):
+    finding = determinism.run_check(CHECKS[name], setups.flipped(setups.setup("float32"), value))
+    assert finding.differing == 1
+    assert f" {value}[" in finding.first or "cache" in finding.first
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("engine", "kept"), ("scan", "processed"), ("scan", "kv2"), ("score", "routed")],
+)
+def test_one_flipped_bit_is_caught_in_other_programs(name, value):
+    whole = setups.setup("float32")
+    assert determinism.run_check(CHECKS[name], setups.flipped(whole, value)).differing
