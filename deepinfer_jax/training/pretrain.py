@@ -37,7 +37,7 @@ def training_numerics(cfg: ModelConfig) -> Numerics:
 
 def all_entries(cfg: ModelConfig, length: int) -> ModelConfig:
     """The config with a selection that keeps every entry: attention while the indexer is young."""
-    blocks = -(-length // cfg.candidate_block_size)
+    blocks = -(-(length - 1) // cfg.candidate_block_size) + 1  # the newest may hold one entry
     return dataclasses.replace(cfg, index_topk=length, candidate_topk_blocks=blocks)
 
 
