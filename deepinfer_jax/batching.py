@@ -102,7 +102,7 @@ class Batch:
     """The slots of one run: a cache on the device, seats on the host. `run` drives it."""
 
     def __init__(self, model: Model, requests: Sequence[Request], slots: int, *, eager: bool):
-        """`eager`: hand over the first tokens one by one, for a reader who watches."""
+        """`eager`: look after 1, 2, 4 ... tokens at first, for a reader who watches."""
         self._model = model
         self._waiting = deque(enumerate(requests))
         self._seats: list[_Seat | None] = [None] * slots
@@ -206,7 +206,8 @@ class Batch:
             now = self._elapsed()
             if math.isnan(seat.first_token):
                 seat.first_token = now
-            result = _result(seat, now) if seat.transcript.finished else None
+            finished = seat.transcript.finished
+            result = _result(seat, self._model.numerics.fingerprint(), now) if finished else None
             if result:
                 self._seats[slot] = None
             yield Update(seat.index, text, len(seat.raw), result)
@@ -255,7 +256,7 @@ def _sampling_of(seats: Sequence[_Seat | None]) -> Sampling:
     )
 
 
-def _result(seat: _Seat, now: float) -> Result:
+def _result(seat: _Seat, numerics: str, now: float) -> Result:
     transcript, request = seat.transcript, seat.request
     assert transcript.finished is not None, "the reply has not ended"
     return Result(
@@ -270,5 +271,6 @@ def _result(seat: _Seat, now: float) -> Result:
         finish_reason=transcript.finished,
         prompt_tokens=len(request.tokens),
         seed=request.seed,
+        numerics=numerics,
         timing=Timing(seat.admitted, seat.first_token, now),
     )

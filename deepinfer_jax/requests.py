@@ -126,6 +126,8 @@ class Result:
       finish_reason: "stop" (end token, stop token or stop string) or "length" (max_tokens).
       prompt_tokens: number of prompt tokens.
       seed: the request's noise seed; the same prompt with it as explicit seed gives this result.
+      numerics: fingerprint of the `Numerics` that fixed the bits; results of two runs can be
+        compared bit by bit where it is equal, on one chip and jaxlib.
       timing: not compared.
     """
 
@@ -140,6 +142,7 @@ class Result:
     finish_reason: FinishReason
     prompt_tokens: int
     seed: int
+    numerics: str
     timing: Timing = dataclasses.field(compare=False)
 
     def _repr_html_(self) -> str:

@@ -123,7 +123,19 @@ def test_prompts_from_standard_input_are_utf8(capsys, monkeypatch):
 def result(index):
     timing = Timing(0.0, 0.0, 0.0)
     return Result(
-        index, "p", f"t\u2028{index}", (1,), (-1.0,), (-1.0,), (1.0,), ("",), "stop", 1, 0, timing
+        index,
+        "p",
+        f"t\u2028{index}",
+        (1,),
+        (-1.0,),
+        (-1.0,),
+        (1.0,),
+        ("",),
+        "stop",
+        1,
+        0,
+        "ab",
+        timing,
     )
 
 

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 _DESCRIPTION = """\
 Generate replies. One PROMPT streams to the terminal. Several prompts, or a file of them, give one
 JSON object per reply (id, index, model, prompt, options, text, finish_reason, prompt_tokens,
-tokens, logprobs, logprobs_processed, kept_mass, seed, timing), written as each reply finishes: to
---out, or to the terminal.
+tokens, logprobs, logprobs_processed, kept_mass, seed, numerics, timing), written as each reply
+finishes: to --out, or to the terminal.
 
 A prompt file has one JSON object per line: {"prompt": TEXT}, {"messages": [...]} or
 {"tokens": [...]}, and optionally "id", "tools", "schema" and any option of the reply below as

@@ -64,6 +64,7 @@ def record(result: Result, index: int, asked: Mapping[str, Any]) -> dict[str, An
         "logprobs_processed": result.logprobs_processed,
         "kept_mass": result.kept_mass,
         "seed": result.seed,
+        "numerics": result.numerics,
         "timing": dataclasses.asdict(result.timing),
     }
 
