@@ -328,7 +328,7 @@ def _plain(x, w, numerics):
     }
 
 
-def _ours(x, w, numerics):
+def plain_sums(x, w, numerics):
     def attend(q, w):
         mask = jnp.ones(w["keys"].shape[0], bool)
         return nx.attend(q.reshape(3, -1), w["keys"], mask, w["sink"], 0.3, numerics)
@@ -357,7 +357,7 @@ def test_gradients_are_those_of_plain_jnp(rows):
 
         return jax.jit(jax.grad(total, argnums=(0, 1)))
 
-    got, want = loss(_ours)(x, w), loss(_plain)(x, w)
+    got, want = loss(plain_sums)(x, w), loss(_plain)(x, w)
     for left, right in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         size = float(jnp.abs(right).max())
         np.testing.assert_allclose(left, right, atol=2e-5 * size)

@@ -9,9 +9,9 @@ order, padding, neighbours, or of the program around it. On CPU that needs four 
   multiply-add in one program and not in another;
 - roundings to bfloat16 are explicit.
 
-On an NVIDIA GPU (`rows="pallas"`) every sum is a kernel of `numerics.pallas`, whose order is its own.
-`rows="batched"` trades the promise for plain XLA operations; `rows="dense"` goes further and works
-on whole sequences at once, with masks instead of gathers (training on accelerators).
+On an NVIDIA GPU (`rows="pallas"`) every sum is a kernel of `numerics.pallas`, in an order of its
+own. `rows="batched"` trades the promise for plain XLA operations; `rows="dense"` goes further and
+works on whole sequences at once, with masks instead of gathers (training on accelerators).
 """
 
 from deepinfer_jax.numerics.elements import float_weight, pin, quotient, round_to, top_k

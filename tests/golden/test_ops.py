@@ -302,7 +302,7 @@ def test_draft_entries(
     def attend(ring, new, number):
         row = (jnp.zeros((1, width)), number, jnp.int32(0), jnp.int32(last + 1), jnp.bool_(True))
         shared = (new, ring, jnp.int32(0), jnp.zeros((1,)))
-        return draft._attend_row(row, shared, size, codec, cfg)[0]
+        return draft._attend_row(row, shared, size, codec, cfg, FP32)[0]
 
     over_rows = jax.vmap(attend, in_axes=(None, None, 0))
     out = run(over_rows, jnp.asarray(ring), new, jnp.arange(size, dtype=jnp.int32))

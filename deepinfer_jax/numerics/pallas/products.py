@@ -95,20 +95,23 @@ def _is_exact(x: jax.Array, weight: Any) -> bool:
 
 
 def product(
-    x: jax.Array, weight: Any, dtype: Any, interpret: bool, how: Schedule | None = None
-) -> jax.Array:
+    x: jax.Array, weight: Any, dtype: Any, interpret: bool, how: Schedule | None = None,
+    apart: bool | None = None,
+) -> jax.Array:  # fmt: skip
     """x [M, G, K] times weight [G * N, K], group by group -> [M, G, N], rounded once to `dtype`.
 
     x is bfloat16 or float32; the weight is a `quant.Quantized`, an array of x's dtype, or float32.
-    `how` replaces the schedule, which changes no bit.
+    `how` replaces the schedule, `apart` says whether every part of K has a program of its own;
+    neither changes a bit.
     """
-    m, groups, k = x.shape
+    m, groups, _ = x.shape
     if stored.packed(weight) and m >= _DECODED_ROWS and x.dtype == jnp.bfloat16:
         weight = quant.dequantize(weight, x.dtype)
     how = choose(x, weight) if how is None else how
     parts, n = order(weight), stored.shape(weight)[0] // groups
     row_tiles, column_tiles = pl.cdiv(m, how.rows), pl.cdiv(n, how.columns)
-    apart = parts > 1 and row_tiles * column_tiles * groups < _FEW_TILES
+    if apart is None:
+        apart = parts > 1 and row_tiles * column_tiles * groups < _FEW_TILES
     shape = (parts, m, groups, n) if apart else (m, groups, n)
     kernel = functools.partial(
         _kernel, kind=stored.storage(weight), pieces=3 if _is_exact(x, weight) else 1, parts=parts,
