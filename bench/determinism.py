@@ -11,23 +11,19 @@ weights in bfloat16 and as stored (FP8, FP4). Forms take turns; a ratio is of me
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from environment import machine, versions, write_result
 
 import deepinfer_jax as di
 from deepinfer_jax import numerics as nx
-from deepinfer_jax import quant, steps
-from deepinfer_jax.numerics import Numerics
+from deepinfer_jax import steps
 
 DECODE, DRAFTS, SCORE = (1, 8, 32), 5, (8, 128)  # slots; drafts of 8 slots; sequences and tokens
 _STATIC = ("cfg", "numerics")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from pathlib import Path
 from typing import Literal
 
@@ -13,7 +14,7 @@ import tokenizers
 from deepinfer_jax import checkpoint, resources, text
 from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.model import engram
-from deepinfer_jax.numerics import Numerics
+from deepinfer_jax.numerics import Numerics, rows_for, startup
 from deepinfer_jax.params import Params, decode, decoded_bytes
 from deepinfer_jax.tables import Tables, make_tables
 from deepinfer_jax.text import Tokenizer
@@ -63,7 +64,8 @@ def load(
     Args:
       model: a name of `resources.model_names()`, or a folder with `config.json`, `tokenizer.json`
         and safetensors shards. A shipped name wins over a folder of that name (write `./NAME`).
-      numerics: what fixes the bits; default `Numerics.native` for how the checkpoint is stored.
+      numerics: what fixes the bits; default `Numerics.native` for how the checkpoint is stored, in
+        the form of the default back end.
       max_length: most tokens of a sequence; default is the model's own limit, at most 65,536.
       weights: "stored" keeps the released formats in memory; "decoded" decodes them once (see
         `params.decode`), which is several times faster on a CPU and gives the same bits; "auto"
@@ -71,18 +73,22 @@ def load(
 
     Raises:
       FileNotFoundError: no such model or folder, or a file of it is missing.
-      ValueError: a file is damaged or does not fit the others, or `max_length` is out of range.
+      ValueError: a file is damaged or does not fit the others, `max_length` is out of range, or
+        the numerics cannot keep their promise under the settings of JAX and XLA.
     """
     folder = find_folder(model)
     cfg = ModelConfig.from_json(folder)
     length = resolve_length(cfg, max_length)
     _check_engram(folder, cfg)
+    if numerics is None:
+        numerics = Numerics.native(cfg.quantized, rows_for(jax.default_backend()))
+    startup.check(numerics, surroundings())
     tokenizer = open_tokenizer(folder, cfg)
     tables = make_tables(cfg, _token_map(folder, cfg), length)
     return Model(
         name=str(model),
         cfg=cfg,
-        numerics=Numerics.native(cfg.quantized) if numerics is None else numerics,
+        numerics=numerics,
         params=_in_memory(checkpoint.load_params(folder, cfg), cfg, weights),
         tables=tables,
         tokenizer=tokenizer,
@@ -95,6 +101,16 @@ def _check_engram(folder: Path, cfg: ModelConfig) -> None:
         engram.hash_constants(cfg)
     except ValueError as error:
         raise ValueError(f"{folder / 'config.json'}: {error}") from None
+
+
+def surroundings() -> startup.Surroundings:
+    """The settings of this process that bits depend on."""
+    return startup.Surroundings(
+        backend=jax.default_backend(),
+        xla_flags=os.environ.get("XLA_FLAGS", ""),
+        matmul_precision=jax.config.jax_default_matmul_precision,
+        x64=jax.config.jax_enable_x64,
+    )
 
 
 def _in_memory(params: Params, cfg: ModelConfig, weights: str) -> Params:

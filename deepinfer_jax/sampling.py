@@ -448,4 +448,4 @@ def acceptance_probability(p: Array, q: Array) -> jax.Array:
     from_here, before = (x.astype(jnp.float32) / _UNIT for x in (from_here, before))
     term = p / (from_here + numerics.pin(before * numerics.pin(ratio)))
     least = jnp.minimum(p, q)
-    return numerics.row_sum(jnp.where(least > 0, jnp.minimum(term, least), 0.0))
+    return numerics.unit_sum(jnp.where(least > 0, jnp.minimum(term, least), 0.0))

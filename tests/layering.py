@@ -45,7 +45,7 @@ ORDER = (
     "__main__",
 )
 SUMS_ALLOWED = ("numerics", "training", "rl")
-ENVIRONMENT_ALLOWED = ("cli", "__main__")
+ENVIRONMENT_ALLOWED = ("loading", "cli", "__main__")
 NAMELESS = {"utils", "util", "common", "misc", "helpers"}
 FILE_LINES = 500
 FUNCTION_LINES = 50

@@ -41,7 +41,7 @@ def both(weights, made, batch, cache):
     hidden, looped = forward.forward(weights, made, batch, cache, DEEP, NUMERICS)
     seen, unrolled = forward.trace(weights, made, batch, cache, DEEP, NUMERICS)
     last = seen[-1][0]
-    u = hyper.collapse(last.pre, last.x, NUMERICS.dtype)
+    u = hyper.collapse(last.pre, last.x, NUMERICS)
     output = rms_norm(u, weights["norm"], DEEP.rms_norm_eps, NUMERICS.dtype)
     return (hidden.output, hidden.routed, looped), (output, last.routed, unrolled)
 

@@ -1,11 +1,13 @@
-"""What a GPU must do: agree with the recorded numbers, repeat itself, and run the shipped model.
+"""What a GPU must do: give every row its own bits, agree with the recorded numbers, run the model.
 
-Run on a machine with one: `pytest -q -m gpu`. Invariance over batches is promised on CPU only.
+Run on a machine with one: `pytest -q -m gpu`. Everything here compiles kernels for the device at
+hand; their values and gradients are tested in an interpreter too (test_pallas.py).
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -13,17 +15,232 @@ import numpy as np
 import pytest
 
 import deepinfer_jax
-from deepinfer_jax import checkpoint, params, rows, tables
+from deepinfer_jax import checkpoint, params, quant, rows, steps, tables
+from deepinfer_jax import numerics as nx
 from deepinfer_jax.cache import init_cache
 from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.model import forward, head
 from deepinfer_jax.numerics import Numerics
+from deepinfer_jax.numerics.pallas import products
+from tests import feeding
+from tests import test_numerics as primitives
+from tests.feeding import bits
 from tests.golden.reader import folders
 
 pytestmark = pytest.mark.gpu
 
+DTYPES = ("bfloat16", "float32")
+COUNTS = (1, 2, 7, 8, 9, 16, 17, 33, 64, 65, 127, 128, 129, 255)
+STORAGES = ("plain", "bf16_bits", "fp8_block", "fp8_group", "fp4_group")
 
-@pytest.mark.parametrize("form", ["tiled", "batched"])
+
+def on_gpu(numerics: Numerics) -> Numerics:
+    return dataclasses.replace(numerics, rows="pallas")
+
+
+# -- primitives ------------------------------------------------------------------------------------
+
+
+@functools.cache
+def all_rows(dtype: str) -> dict[str, np.ndarray]:
+    numerics = on_gpu(primitives.numerics_of(dtype))
+    out = primitives.everything(primitives.all_rows(dtype), primitives.shared(dtype), numerics)
+    return {name: np.asarray(value) for name, value in out.items()}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("count", COUNTS)
+def test_rows_do_not_depend_on_their_number(dtype, count):
+    pick = np.random.default_rng(count).permutation(primitives.MOST)[:count]
+    own = {name: value[pick] for name, value in primitives.all_rows(dtype).items()}
+    numerics = on_gpu(primitives.numerics_of(dtype))
+    got = primitives.everything(own, primitives.shared(dtype), numerics)
+    real = own["ids"] < primitives.EXPERTS
+    for name, want in all_rows(dtype).items():
+        keep = real if name == "experts" else slice(None)
+        left, right = np.asarray(got[name])[keep], want[pick][keep]
+        np.testing.assert_array_equal(bits(left), bits(right), err_msg=f"{name}, {count} rows")
+
+
+def weight_of(storage: str, *shape: int):
+    weight = jnp.asarray(primitives.normal(1, *shape)).astype(jnp.bfloat16)
+    if storage == "plain":
+        return weight
+    return (
+        quant.decode_to_bits(weight) if storage == "bf16_bits" else quant.quantize(weight, storage)
+    )
+
+
+@functools.partial(jax.jit, static_argnames="how")
+def product(x, weight, how=None):
+    return products.product(x[:, None], weight, "float32", False, how)[:, 0]
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize(("k", "n"), [(1280, 4608), (2560, 1280), (5120, 384), (4096, 24)])
+def test_products_of_any_height_and_storage(storage, k, n):
+    """Every schedule, the parts of a narrow weight, and stored against decoded weights."""
+    weight = weight_of(storage, n, k)
+    x = jnp.asarray(primitives.normal(2, 1100, k)).astype(jnp.bfloat16)
+    decoded = weight if storage == "plain" else quant.dequantize(weight)
+    want = bits(product(x, decoded))
+    exact = np.asarray(x[:4], np.float64) @ np.asarray(decoded, np.float64).T
+    got = np.asarray(product(x, weight))[:4]
+    np.testing.assert_allclose(got, exact, atol=1e-5 * np.abs(exact).max())
+    for m in (1, 8, 16, 17, 64, 65, 256, 500, 513, 1100):
+        for at in (0, 1100 - m):
+            np.testing.assert_array_equal(bits(product(x[at : at + m], weight)), want[at : at + m])
+
+
+@pytest.mark.parametrize("k", [2048, 20480])
+def test_products_with_float32_weights(k):
+    weight = jnp.asarray(primitives.normal(1, 24, k))
+    x = jnp.asarray(primitives.normal(2, 1100, k)).astype(jnp.bfloat16)
+    want = bits(product(x, weight))
+    exact = np.asarray(x[:4], np.float64) @ np.asarray(weight, np.float64).T
+    np.testing.assert_allclose(product(x[:4], weight), exact, atol=2e-6 * np.abs(exact).max())
+    for m in (1, 16, 64, 65, 512):
+        np.testing.assert_array_equal(bits(product(x[-m:], weight)), want[-m:])
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+def test_experts_of_any_load(storage):
+    """Tiles of 16, 64 and 128 rows of an expert, chosen by the number of rows."""
+    weight, numerics = weight_of(storage, 1, 6, 96, 512), on_gpu(Numerics.native(False))
+    x = jnp.asarray(primitives.normal(2, 700, 512)).astype(jnp.bfloat16)
+    ids = np.random.default_rng(3).choice([0, 0, 0, 1, 3, 5], 700).astype(np.int32)
+
+    @jax.jit
+    def run(x, ids, weight):
+        groups = nx.group_rows(ids, weight, numerics)
+        return nx.collect(
+            groups, nx.grouped_linear(nx.spread(groups, x), weight, 0, groups, numerics)
+        )
+
+    want = bits(run(x, ids, weight))
+    for m in (1, 5, 40, 150, 300, 699):
+        np.testing.assert_array_equal(bits(run(x[-m:], ids[-m:], weight)), want[-m:])
+
+
+@pytest.mark.parametrize(("width", "k"), [(384, 6), (4096, 512), (129280, 20), (129280, 1)])
+def test_top_k_is_a_total_order(width, k):
+    """Value, then lower index; -0 equals +0: many ties at the widths of the released model."""
+    x = np.round(primitives.normal(1, 8, width) * 8) / 8
+    got = jax.jit(nx.top_k, static_argnums=1)(jnp.asarray(x), k)[1]
+    np.testing.assert_array_equal(got, np.argsort(-x, axis=1, kind="stable")[:, :k])
+
+
+# -- the model -------------------------------------------------------------------------------------
+
+ONE, FEW, MANY = 1, 12, 48  # rows of the three compiled programs
+LENGTHS = (48, 37, 29)
+
+
+def model(dtype: str) -> feeding.Model:
+    m = feeding.model(dtype)
+    return dataclasses.replace(m, numerics=on_gpu(m.numerics))
+
+
+@functools.cache
+def texts(dtype: str) -> tuple[feeding.Text, ...]:
+    spans = (range(10, 17), range(0), range(0))
+    cfg = feeding.model(dtype).cfg
+    return tuple(
+        feeding.text(cfg, n, i, s) for i, (n, s) in enumerate(zip(LENGTHS, spans, strict=True))
+    )
+
+
+@functools.cache
+def whole(dtype: str, number: int) -> list[dict[str, np.ndarray]]:
+    """What the whole prefill of one text gives for every position."""
+    m, source = model(dtype), texts(dtype)[number]
+    pieces = [feeding.piece(0, source, 0, len(source))]
+    fed, _ = feeding.feed(m, feeding.garbage(m), pieces, MANY)
+    return [r for p in range(len(source)) if (r := fed.of(0, p)) is not None]
+
+
+def check(dtype: str, number: int, fed: feeding.Fed, slot: int, start: int, stop: int) -> None:
+    for position in range(start, stop):
+        got, want = fed.of(slot, position), whole(dtype, number)[position]
+        assert got is not None
+        names = [n for n in want if n != "logprob" or position < stop - 1]
+        left, right = ({n: r[n] for n in names} for r in (got, want))
+        assert not feeding.different(left, right), (number, position)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_chunks_decoding_and_verification_give_the_bits_of_whole_prefill(dtype):
+    """Three texts in three of four slots; every call mixes their rows, right and wrong ones."""
+    m, slots, done, rng = model(dtype), (2, 0, 3), [0, 0, 0], np.random.default_rng(5)
+    cache = feeding.garbage(m)
+    while any(d < n for d, n in zip(done, LENGTHS, strict=True)):
+        pieces, claims, total = [], [], 0
+        for number in rng.permutation(3):
+            left = LENGTHS[number] - done[number]
+            count = min(int(rng.choice([0, 1, 1, 3, 6, 14])), left, MANY - total)
+            if not count:
+                continue
+            good = int(rng.integers(1, count + 1)) if count <= 6 else count
+            start, source = done[number], texts(dtype)[number]
+            p = feeding.piece(slots[number], source, start, start + count)
+            pieces.append(feeding.wrong(p, good, m.cfg.vocab_size))
+            claims.append((number, start, start + good))
+            done[number], total = start + good, total + count
+        if not pieces:
+            continue
+        fed, cache = feeding.feed(m, cache, pieces, FEW if total <= FEW else MANY)
+        for number, start, stop in claims:
+            check(dtype, number, fed, slots[number], start, stop)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_decoding_alone(dtype):
+    """One row per call, in a cache ten times as long."""
+    m, source = model(dtype), texts(dtype)[0]
+    _, cache = feeding.feed(m, feeding.garbage(m), [feeding.piece(2, source, 0, 20)], MANY)
+    cache = feeding.moved(m, cache, 2, 600)
+    for position in range(20, 40):
+        pieces = [feeding.piece(0, source, position, position + 1)]
+        fed, cache = feeding.feed(m, cache, pieces, ONE)
+        check(dtype, 0, fed, 0, position, position + 1)
+
+
+@functools.partial(jax.jit, static_argnames=("cfg", "numerics", "remat"))
+def _loss(weights, made, tokens, lengths, cfg, numerics, remat):
+    def loss(weights):
+        scores = steps.score(weights, made, tokens, lengths, cfg, numerics, remat=remat)
+        real = jnp.arange(1, tokens.shape[1])[None, :] < lengths[:, None]
+        return -jnp.sum(jnp.where(real, scores.raw, 0)), scores
+
+    return jax.value_and_grad(loss, has_aux=True)(weights)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("trained", [False, True])
+def test_a_trainer_sees_what_the_sampler_computed(dtype, trained):
+    """Scores of whole sequences, also of float32 masters under value_and_grad and remat."""
+    m, numbers = model(dtype), (2, 1)
+    tokens = np.full((2, 40), 5, np.int32)
+    for row, number in zip(tokens, numbers, strict=True):
+        row[: LENGTHS[number]] = texts(dtype)[number].tokens
+    lengths = np.array([LENGTHS[n] for n in numbers], np.int32)
+    if trained:
+        masters = params.widen(m.params)
+        (_, scores), slope = _loss(masters, m.tables, tokens, lengths, m.cfg, m.numerics, True)
+        for path, leaf in params.by_path(slope).items():
+            assert np.isfinite(np.asarray(leaf)).all(), path
+    else:
+        run = jax.jit(steps.score, static_argnames=("cfg", "numerics"))
+        scores = run(m.params, m.tables, tokens, lengths, m.cfg, m.numerics)
+    for row, number in zip(np.asarray(scores.raw), numbers, strict=True):
+        want = np.array([r["logprob"][0] for r in whole(dtype, number)[:-1]])
+        np.testing.assert_array_equal(bits(row[: len(want)]), bits(want))
+
+
+# -- recorded numbers, and the shipped model -------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", ["pallas", "batched"])
 def test_recorded_logits(form, golden_root, tmp_path):
     folder = next(f for f in folders(golden_root) if f.name == "micro-bf16")
     where = folder.unpacked_model(tmp_path)
@@ -48,10 +265,13 @@ def test_recorded_logits(form, golden_root, tmp_path):
     np.testing.assert_array_equal(routed, recorded["prefill.router_i"])
 
 
-def test_the_shipped_model_repeats_itself():
+def test_the_shipped_model_does_not_see_its_neighbours():
     model = deepinfer_jax.load("spark-tiny")
     prompts = [[0, *model.tokenizer.encode_user(text)] for text in ("Once upon a time", "7 + 5 =")]
-    first = deepinfer_jax.generate(model, prompts, max_tokens=24, seed=3)
-    second = deepinfer_jax.generate(model, prompts, max_tokens=24, seed=3)
-    assert [r.tokens for r in first] == [r.tokens for r in second]
-    assert [r.logprobs for r in first] == [r.logprobs for r in second]
+    both = deepinfer_jax.generate(model, prompts, max_tokens=24, seed=3)
+    again = deepinfer_jax.generate(model, prompts, max_tokens=24, seed=3)
+    alone = deepinfer_jax.generate(model, prompts[:1], max_tokens=24, seed=3)
+    assert [r.tokens for r in both] == [r.tokens for r in again]
+    assert [r.logprobs for r in both] == [r.logprobs for r in again]
+    assert both[0].tokens == alone[0].tokens
+    assert both[0].logprobs == alone[0].logprobs

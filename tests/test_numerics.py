@@ -52,12 +52,20 @@ def shared(dtype: str) -> dict[str, np.ndarray]:
         "narrow": as_dtype(normal(2, 7, WIDTH), dtype),
         "single": as_dtype(normal(3, 1, WIDTH), dtype),
         "wide": as_dtype(normal(4, 520, WIDTH), dtype),
-        "groups": as_dtype(normal(5, 3, 20, WIDTH // 3), dtype),
+        "groups": as_dtype(normal(5, 60, WIDTH // 3), dtype),
         "experts": as_dtype(normal(6, EXPERTS, 24, WIDTH), dtype),
         "keys": as_dtype(normal(7, 19, WIDTH // 3), dtype),
         "gain": normal(8, WIDTH),
         "sink": normal(9, 3),
     }
+
+
+def through_experts(x: Any, ids: Any, weight: Any, numerics: Numerics) -> jax.Array:
+    """Rows through the weight [E, N, K] of the expert of each, which stands in layer 1 of two."""
+    stack = jnp.stack([jnp.zeros_like(weight), weight])
+    groups = nx.group_rows(ids, stack, numerics)
+    padded = nx.spread(groups, x)
+    return nx.collect(groups, nx.grouped_linear(padded, stack, 1, groups, numerics))
 
 
 @functools.partial(jax.jit, static_argnames="numerics")
@@ -67,26 +75,23 @@ def everything(rows: dict[str, Any], w: dict[str, Any], numerics: Numerics) -> d
 
     def attend(row, w):
         q, mask = row
-        return nx.attend(q.reshape(3, -1), w["keys"], mask, w["sink"], 0.3)
+        return nx.attend(q.reshape(3, -1), w["keys"], mask, w["sink"], 0.3, numerics)
 
     def score(q, w):
         return nx.index_scores(q.reshape(3, -1), w["sink"], w["keys"], numerics)
 
-    def expert(part, number, w):
-        return nx.linear_f32(part, w[number], dataclasses.replace(numerics, rows="batched"))
-
     return {
         **{n: nx.dot(x, w[n], numerics) for n in ("square", "narrow", "single", "wide")},
         "group_dot": nx.group_dot(x.reshape(-1, 3, WIDTH // 3), w["groups"], numerics),
-        "row_sum": nx.row_sum(wide),
-        "quotient": nx.quotient(wide, nx.row_sum(wide * wide)[:, None]) + np.float32(0.1),
-        "axis_sum": nx.axis_sum(wide.reshape(-1, 4, WIDTH // 4), 1),
-        "mean_square": nx.mean_square(x),
-        "rms_norm": nx.rms_norm(x, w["gain"], 1e-20, numerics.dtype),
+        "row_sum": nx.row_sum(wide, numerics),
+        "quotient": nx.quotient(wide, nx.row_sum(wide * wide, numerics)[:, None]) + np.float32(0.1),
+        "axis_sum": nx.axis_sum(wide.reshape(-1, 4, WIDTH // 4), 1, numerics),
+        "mean_square": nx.mean_square(x, numerics),
+        "rms_norm": nx.rms_norm(x, w["gain"], 1e-20, numerics),
         "log_softmax": nx.log_softmax(wide),
         "attend": nx.map_rows(attend, (x, rows["mask"]), w, numerics),
         "index_scores": nx.map_rows(score, x, w, numerics),
-        "map_experts": nx.map_experts(expert, x, ids, w["experts"], EXPERTS, numerics),
+        "experts": through_experts(x, ids, w["experts"], numerics),
         "top_k": nx.top_k(wide, 5)[1],
     }
 
@@ -116,7 +121,7 @@ def check_rows(dtype: str, count: int) -> None:
     got = everything(rows, shared(dtype), numerics_of(dtype))
     real = rows["ids"] < EXPERTS
     for name, want in expected(dtype).items():
-        keep = real if name == "map_experts" else slice(None)
+        keep = real if name == "experts" else slice(None)
         left, right = np.asarray(got[name])[keep], want[pick][keep]
         np.testing.assert_array_equal(bits(left), bits(right), err_msg=f"{name}, {count} rows")
 
@@ -179,7 +184,9 @@ def test_values_against_float64():
     experts = w["experts"][np.minimum(rows["ids"], EXPERTS - 1)].astype(np.float64)
     want = {
         **{n: x @ w[n].T.astype(np.float64) for n in ("square", "narrow", "single", "wide")},
-        "group_dot": np.einsum("tgk,gnk->tgn", heads, w["groups"].astype(np.float64)),
+        "group_dot": np.einsum(
+            "tgk,gnk->tgn", heads, w["groups"].reshape(3, 20, -1).astype(np.float64)
+        ),
         "row_sum": x.sum(axis=-1),
         "quotient": x / (x * x).sum(axis=-1, keepdims=True) + np.float64(np.float32(0.1)),
         "axis_sum": x.reshape(MOST, 4, -1).sum(axis=1),
@@ -188,19 +195,19 @@ def test_values_against_float64():
         "log_softmax": x - x.max(-1, keepdims=True) - np.log(e.sum(-1, keepdims=True)),
         "attend": np.einsum("ths,sk->thk", p, w["keys"].astype(np.float64)) / z[..., None],
         "index_scores": np.einsum("ths,h->ts", np.maximum(dots, 0), w["sink"].astype(np.float64)),
-        "map_experts": np.einsum("tk,tnk->tn", x, experts),
+        "experts": np.einsum("tk,tnk->tn", x, experts),
     }
     got = expected("float32")
     real = rows["ids"] < EXPERTS
     for name, value in want.items():
-        keep = real if name == "map_experts" else slice(None)
+        keep = real if name == "experts" else slice(None)
         size = float(np.abs(value[keep]).max())
         np.testing.assert_allclose(got[name][keep], value[keep], atol=3e-6 * size, err_msg=name)
 
 
 def test_attention_without_keys_is_zero():
     q, keys = normal(1, 3, 8), np.full((5, 8), 0, np.float32)
-    out = nx.attend(q, keys, np.zeros(5, bool), normal(2, 3), 0.5)
+    out = nx.attend(q, keys, np.zeros(5, bool), normal(2, 3), 0.5, Numerics.fp32())
     np.testing.assert_array_equal(out, np.zeros((3, 8)))
 
 
@@ -293,11 +300,11 @@ def test_rows_reach_their_expert(ids):
 
 @jax.jit
 def _tagged(x: jax.Array, ids: jax.Array) -> jax.Array:
-    def f(part, number, _):
-        tag = jnp.full((part.shape[0], 1), number).astype(jnp.float32)
-        return jnp.concatenate([tag, part], axis=1)
-
-    return nx.map_experts(f, x, ids, None, 7, Numerics.fp32())
+    """The number of each row's expert, and the row as that expert would see it."""
+    weight = jnp.zeros((1, 7, 1, 1))
+    groups = nx.group_rows(ids, weight, Numerics.fp32())
+    number = jnp.repeat(groups.expert, groups.tile).astype(jnp.float32)
+    return nx.collect(groups, jnp.concatenate([number[:, None], nx.spread(groups, x)], axis=1))
 
 
 # -- gradients -------------------------------------------------------------------------------------
@@ -314,28 +321,25 @@ def _plain(x, w, numerics):
     expert = jnp.einsum("tk,tnk->tn", x, w["experts"][jnp.arange(x.shape[0]) % EXPERTS])
     return {
         "dot": norm @ w["square"].T,
-        "group_dot": jnp.einsum("tgk,gnk->tgn", heads, w["groups"]),
+        "group_dot": jnp.einsum("tgk,gnk->tgn", heads, w["groups"].reshape(3, 20, -1)),
         "attend": o,
         "log_softmax": jax.nn.log_softmax(x, axis=-1),
         "experts": expert,
     }
 
 
-def _ours(x, w, numerics):
+def plain_sums(x, w, numerics):
     def attend(q, w):
         mask = jnp.ones(w["keys"].shape[0], bool)
-        return nx.attend(q.reshape(3, -1), w["keys"], mask, w["sink"], 0.3)
-
-    def expert(part, number, w):
-        return nx.linear_f32(part, w[number], dataclasses.replace(numerics, rows="batched"))
+        return nx.attend(q.reshape(3, -1), w["keys"], mask, w["sink"], 0.3, numerics)
 
     ids = jnp.arange(x.shape[0], dtype=jnp.int32) % EXPERTS
     return {
-        "dot": nx.dot(nx.rms_norm(x, w["gain"], 1e-20, "float32"), w["square"], numerics),
+        "dot": nx.dot(nx.rms_norm(x, w["gain"], 1e-20, numerics), w["square"], numerics),
         "group_dot": nx.group_dot(x.reshape(-1, 3, WIDTH // 3), w["groups"], numerics),
         "attend": nx.map_rows(attend, x, w, numerics),
         "log_softmax": nx.log_softmax(x),
-        "experts": nx.map_experts(expert, x, ids, w["experts"], EXPERTS, numerics),
+        "experts": through_experts(x, ids, w["experts"], numerics),
     }
 
 
@@ -353,7 +357,7 @@ def test_gradients_are_those_of_plain_jnp(rows):
 
         return jax.jit(jax.grad(total, argnums=(0, 1)))
 
-    got, want = loss(_ours)(x, w), loss(_plain)(x, w)
+    got, want = loss(plain_sums)(x, w), loss(_plain)(x, w)
     for left, right in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         size = float(jnp.abs(right).max())
         np.testing.assert_allclose(left, right, atol=2e-5 * size)

@@ -36,7 +36,7 @@ def query(p: Any, x: jax.Array, angle: Rotation, cfg: ModelConfig, numerics: Num
     """Queries of x [T, D] (model spec 8.1)."""
     quantized = cfg.quantized
     low = nx.linear(x, p["wq_a"], numerics, quantized)
-    low = nx.rms_norm(low, p["q_norm"], cfg.rms_norm_eps, numerics.dtype)
+    low = nx.rms_norm(low, p["q_norm"], cfg.rms_norm_eps, numerics)
     heads = nx.linear(low, p["wq_b"], numerics, quantized)
     heads = heads.reshape(-1, cfg.num_attention_heads, cfg.head_dim)
     return Query(low, rope.rotate(heads, angle))
@@ -47,7 +47,7 @@ def window_kv(
 ) -> jax.Array:
     """The window vector, key and value at once, of x [T, D] -> [T, Hd] (model spec 8.2)."""
     k = nx.linear(x, p["wkv"], numerics, cfg.quantized)
-    k = nx.rms_norm(k, p["kv_norm"], cfg.rms_norm_eps, numerics.dtype)
+    k = nx.rms_norm(k, p["kv_norm"], cfg.rms_norm_eps, numerics)
     k = rope.rotate(k, angle)
     return quant.qdq_fp8(k) if numerics.quantize_kv else k
 
@@ -57,9 +57,7 @@ def output(
 ) -> jax.Array:
     """Attention output o [T, H, Hd] rotated back and through the grouped projection (8.8)."""
     o = rope.rotate(nx.round_to(o, numerics.dtype), angle, inverse=True)
-    groups, rank = cfg.o_groups, cfg.o_lora_rank
-    wo_a = nx.float_weight(p["wo_a"], numerics.dtype).reshape(groups, rank, -1)
-    low = nx.group_dot(o.reshape(o.shape[0], groups, -1), wo_a, numerics)
+    low = nx.group_dot(o.reshape(o.shape[0], cfg.o_groups, -1), p["wo_a"], numerics)
     low = nx.round_to(low, numerics.dtype).reshape(o.shape[0], -1)
     return nx.linear(low, p["wo_b"], numerics, cfg.quantized)
 
@@ -146,7 +144,7 @@ class Reach:
     length: int = 0
 
 
-def _attend_row(row: Any, shared: Any, reach: Reach) -> jax.Array:
+def _attend_row(row: Any, shared: Any, reach: Reach, numerics: Numerics) -> jax.Array:
     """One query row: gather its slots in position order and attend."""
     q, slot, position, floor, selected = row
     new, ring, entries, spans, sink = shared
@@ -160,7 +158,7 @@ def _attend_row(row: Any, shared: Any, reach: Reach) -> jax.Array:
         keys = jnp.concatenate([keys, picked])
         mask = jnp.concatenate([mask, selected >= 0])
     # Masked slots are zeroed: an uninitialised vector must not turn 0 x NaN into NaN.
-    return nx.attend(q, jnp.where(mask[:, None], keys, 0), mask, sink, reach.scale)
+    return nx.attend(q, jnp.where(mask[:, None], keys, 0), mask, sink, reach.scale, numerics)
 
 
 def attend(
@@ -176,7 +174,7 @@ def attend(
         return _attend_sequences(q, new, entries, selected, floor, sink, reach)
     slot = jnp.maximum(rows.slots, 0)
     each = (q, slot, rows.positions, floor, selected)
-    f = functools.partial(_attend_row, reach=reach)
+    f = functools.partial(_attend_row, reach=reach, numerics=numerics)
     return nx.map_rows(f, each, (new, ring, entries, spans, sink), numerics)
 
 

@@ -123,7 +123,7 @@ def enter(call: Call, kind: LayerKind, layer: Any, s: Stream) -> Stream:
     if kind.engram is not None:
         s = dataclasses.replace(s, x=_write_engram(call, kind.engram, s.x))
     if kind.tap:
-        mean = hyper.stream_mean(s.x, call.numerics.dtype)
+        mean = hyper.stream_mean(s.x, call.numerics)
         place = _ordinal(ordinals(call.cfg).tap, layer)
         s = dataclasses.replace(s, taps=s.taps.at[place].set(mean))
     if kind.kv_source:
@@ -263,7 +263,7 @@ def attention_part(
                 s = _select(call, kind, layer, s, x, q.low, keys)
     o, cache = _sparse_attention(call, kind, layer, p, q.heads, k, entries, s)
     y = attention.output(p["attn"], o, angle, cfg, numerics)
-    streams = hyper.expand(y, mixed, s.x, numerics.dtype)
+    streams = hyper.expand(y, mixed, s.x, numerics)
     return dataclasses.replace(s, x=streams, pre=mixed.pre, cache=cache), x, y
 
 
@@ -306,7 +306,7 @@ def moe_sublayer(
     mixed = hyper.mix(p["hc_ffn"], x, cfg, numerics)
     h = hyper.normed(p["ffn_norm"], pre, x, cfg, numerics)
     y, route = moe.moe(p["ffn"], stacks, layer, h, rows, active, cfg, numerics)
-    return hyper.expand(y, mixed, x, numerics.dtype), mixed.pre, y, route
+    return hyper.expand(y, mixed, x, numerics), mixed.pre, y, route
 
 
 def moe_part(call: Call, layer: Any, p: Any, s: Stream) -> tuple[Stream, jax.Array, moe.Route]:

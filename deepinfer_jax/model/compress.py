@@ -56,7 +56,7 @@ def pool(pairs: jax.Array) -> jax.Array:
 def latent(raw: jax.Array, p: Any, cfg: ModelConfig, numerics: Numerics) -> jax.Array:
     """Pooled or projected rows [T, Hd] rounded and normalised: the latent before rotation."""
     raw = nx.round_to(raw, numerics.dtype)
-    return nx.rms_norm(raw, p["norm"], cfg.rms_norm_eps, numerics.dtype)
+    return nx.rms_norm(raw, p["norm"], cfg.rms_norm_eps, numerics)
 
 
 def entry_angle(tables: Tables, rows: Rows, ratio: int) -> Rotation:
@@ -80,6 +80,6 @@ def index_key(
 ) -> jax.Array:
     """Index key of the un-rotated, un-quantized latents [T, Hd] -> [T, index_head_dim]."""
     key = nx.linear(lat, p["wk"], numerics)
-    key = nx.rms_norm(key, p["k_norm"], cfg.rms_norm_eps, numerics.dtype)
+    key = nx.rms_norm(key, p["k_norm"], cfg.rms_norm_eps, numerics)
     key = rope.rotate(key, angle)
     return quant.qdq_index(key) if numerics.quantize_kv else key

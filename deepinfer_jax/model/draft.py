@@ -59,7 +59,7 @@ def context(params: Any, taps: jax.Array, cfg: ModelConfig, numerics: Numerics) 
     p = params["draft"]
     joined = jnp.moveaxis(taps, 0, 1).reshape(taps.shape[1], -1)
     m = nx.linear(joined, p["main_proj"], numerics, cfg.quantized)
-    return nx.rms_norm(m, p["main_norm"], cfg.rms_norm_eps, numerics.dtype)
+    return nx.rms_norm(m, p["main_norm"], cfg.rms_norm_eps, numerics)
 
 
 def store_context(
@@ -98,7 +98,9 @@ def _block_rows(
     )
 
 
-def _attend_row(row: Any, shared: Any, size: int, codec: Any, cfg: ModelConfig) -> jax.Array:
+def _attend_row(
+    row: Any, shared: Any, size: int, codec: Any, cfg: ModelConfig, numerics: Numerics
+) -> jax.Array:
     """One draft row: the window before its block, then the whole block, without a causal mask."""
     q, number, slot, anchor, real = row
     new, ring, layer, sink = shared
@@ -110,7 +112,7 @@ def _attend_row(row: Any, shared: Any, size: int, codec: Any, cfg: ModelConfig) 
     keys = jnp.concatenate([old, block])
     mask = jnp.concatenate([wanted >= 0, jnp.ones((size,), bool)]) & real
     keys = jnp.where(mask[:, None], keys, 0)
-    return nx.attend(q, keys, mask, sink, cfg.head_dim**-0.5)
+    return nx.attend(q, keys, mask, sink, cfg.head_dim**-0.5, numerics)
 
 
 def _attend_blocks(
@@ -158,10 +160,12 @@ def _attention(scene: _Scene, p: Any, x: jax.Array, pre: jax.Array, layer: Any):
     else:
         number = jnp.arange(rows.slots.shape[0], dtype=jnp.int32)
         each = (q, number, jnp.maximum(rows.slots, 0), scene.anchors, rows.real)
-        f = functools.partial(_attend_row, size=scene.size, codec=scene.codec, cfg=cfg)
+        f = functools.partial(
+            _attend_row, size=scene.size, codec=scene.codec, cfg=cfg, numerics=numerics
+        )
         o = nx.map_rows(f, each, (k, scene.ring, layer, sink), numerics)
     y = attention.output(p["attn"], o, scene.angle, cfg, numerics)
-    return hyper.expand(y, mixed, x, numerics.dtype), mixed.pre
+    return hyper.expand(y, mixed, x, numerics), mixed.pre
 
 
 def _block(scene: _Scene, x: jax.Array, pre: jax.Array, layer: Any):
@@ -209,7 +213,7 @@ def run_blocks(
 
     layers = jnp.arange(cfg.num_nextn_predict_layers, dtype=jnp.int32)
     (x, pre), (streams, routed) = lax.scan(step, (x, pre), layers)
-    return hyper.collapse(pre, x, numerics.dtype), streams, routed
+    return hyper.collapse(pre, x, numerics), streams, routed
 
 
 def markov_bias(params: Any, previous: jax.Array, numerics: Numerics) -> tuple[jax.Array, Any]:
@@ -240,7 +244,7 @@ def draft(
         params, tables, cache.draft, codec, slots, positions, anchors, size, cfg, numerics
     )
     p = params["draft"]
-    normed = nx.rms_norm(u, p["norm"], cfg.rms_norm_eps, numerics.dtype)
+    normed = nx.rms_norm(u, p["norm"], cfg.rms_norm_eps, numerics)
     base = head.logits(params, normed, numerics).reshape(-1, size, cfg.vocab_size)
     u = u.reshape(-1, size, cfg.hidden_size)
     previous, tokens, logits, confidence = anchors, [], [], []

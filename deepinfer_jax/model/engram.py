@@ -188,13 +188,20 @@ def read_table(table: Any, index: jax.Array, numerics: Numerics) -> jax.Array:
     return value.reshape(index.shape[0], -1)
 
 
-def gate(p: Any, keys: jax.Array, streams: jax.Array, cfg: ModelConfig) -> jax.Array:
+def gate(
+    p: Any, keys: jax.Array, streams: jax.Array, cfg: ModelConfig, numerics: Numerics
+) -> jax.Array:
     """Gate of each stream, float32 [T, C], from keys and streams [T, C, D] (model spec 10.4)."""
     x, key = streams.astype(jnp.float32), keys.astype(jnp.float32)
     eps = np.float32(cfg.rms_norm_eps)
-    scale = lax.rsqrt(nx.mean_square(x) + eps) * lax.rsqrt(nx.mean_square(key) + eps)
+    scale = lax.rsqrt(nx.mean_square(x, numerics) + eps)
+    scale = scale * lax.rsqrt(nx.mean_square(key, numerics) + eps)
     weight = p["q_weight"].astype(jnp.float32) * p["k_weight"].astype(jnp.float32)
-    d = nx.row_sum(nx.pin(x * weight[None] * key)) * scale * np.float32(cfg.hidden_size**-0.5)
+    d = (
+        nx.row_sum(nx.pin(x * weight[None] * key), numerics)
+        * scale
+        * np.float32(cfg.hidden_size**-0.5)
+    )
     root = jnp.sqrt(jnp.maximum(jnp.abs(d), np.float32(1e-6)))
     return jax.nn.sigmoid(jnp.where(jnp.signbit(d), -root, root))
 
@@ -208,6 +215,6 @@ def write(
     kv = nx.linear(e, p["wkv"], numerics, cfg.quantized)
     c, d = cfg.hc_mult, cfg.hidden_size
     keys, value = kv[:, : c * d].reshape(-1, c, d), kv[:, c * d :].astype(jnp.float32)
-    g = jnp.where(dead[:, None], 0, gate(p, keys, streams, cfg))
+    g = jnp.where(dead[:, None], 0, gate(p, keys, streams, cfg, numerics))
     added = nx.pin(g[..., None] * value[:, None, :])
     return nx.round_to(streams.astype(jnp.float32) + added, numerics.dtype)

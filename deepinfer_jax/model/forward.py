@@ -288,7 +288,7 @@ def forward(
         else:
             s = step(call, unit, s)
     u = hyper.collapse(s.pre, s.x, numerics.dtype)
-    output = nx.rms_norm(u, params["norm"], cfg.rms_norm_eps, numerics.dtype)
+    output = nx.rms_norm(u, params["norm"], cfg.rms_norm_eps, numerics)
     return Hidden(output, s.taps, s.routed, call.rows), s.cache
 
 

@@ -36,17 +36,17 @@ def first_pre(count: int, streams: int) -> jax.Array:
 
 def raw_mixes(p: Any, streams: jax.Array, cfg: ModelConfig, numerics: Numerics) -> jax.Array:
     """Projection of all streams [T, C, D] with one common normaliser -> float32 [T, C(2+C)]."""
-    z = streams.astype(jnp.float32).reshape(streams.shape[0], -1)
-    scale = lax.rsqrt(nx.mean_square(z) + np.float32(cfg.rms_norm_eps))
+    z = streams.reshape(streams.shape[0], -1)
+    scale = lax.rsqrt(nx.mean_square(z, numerics) + np.float32(cfg.rms_norm_eps))
     return nx.dot(z, p["fn"], numerics) * scale[:, None]
 
 
 def mix(p: Any, streams: jax.Array, cfg: ModelConfig, numerics: Numerics) -> Mix:
     """The three mixes of one sub-layer from its incoming streams [T, C, D]."""
-    return split(raw_mixes(p, streams, cfg, numerics), p, cfg)
+    return split(raw_mixes(p, streams, cfg, numerics), p, cfg, numerics)
 
 
-def split(mixes: jax.Array, p: Any, cfg: ModelConfig) -> Mix:
+def split(mixes: jax.Array, p: Any, cfg: ModelConfig, numerics: Numerics) -> Mix:
     """Raw mixes [T, C(2+C)] -> pre, post and the doubly normalised comb."""
     c = cfg.hc_mult
     parts = (mixes[:, :c], mixes[:, c : 2 * c], mixes[:, 2 * c :])
@@ -58,16 +58,16 @@ def split(mixes: jax.Array, p: Any, cfg: ModelConfig) -> Mix:
     return Mix(
         pre=jax.nn.sigmoid(pre) + np.float32(cfg.hc_eps),
         post=2 * jax.nn.sigmoid(post),
-        comb=_sinkhorn(comb.reshape(-1, c, c), cfg),
+        comb=_sinkhorn(comb.reshape(-1, c, c), cfg, numerics),
     )
 
 
-def _sinkhorn(m: jax.Array, cfg: ModelConfig) -> jax.Array:
+def _sinkhorn(m: jax.Array, cfg: ModelConfig, numerics: Numerics) -> jax.Array:
     """Rows [source, dest]: softmax over dest, then alternate normalisations, ending over source."""
     eps = np.float32(cfg.hc_eps)
 
     def total(m: jax.Array, axis: int) -> jax.Array:
-        return jnp.expand_dims(nx.axis_sum(m, axis), axis)
+        return jnp.expand_dims(nx.axis_sum(m, axis, numerics), axis)
 
     # Guarded, although it is finite: XLA:CPU hands "max, subtract, exp" of more than 4,096 numbers
     # to a kernel whose exp has other bits, but only when nothing stands between them.
@@ -83,27 +83,28 @@ def _sinkhorn(m: jax.Array, cfg: ModelConfig) -> jax.Array:
     return lax.fori_loop(0, cfg.hc_sinkhorn_iters - 1, step, m)
 
 
-def collapse(pre: jax.Array, streams: jax.Array, dtype: Any) -> jax.Array:
+def collapse(pre: jax.Array, streams: jax.Array, numerics: Numerics) -> jax.Array:
     """Weighted sum of the streams: pre [T, C], streams [T, C, D] -> [T, D], rounded once."""
-    return nx.round_to(nx.axis_sum(nx.pin(pre[:, :, None] * streams.astype(jnp.float32)), 1), dtype)
+    terms = nx.pin(pre[:, :, None] * streams.astype(jnp.float32))
+    return nx.round_to(nx.axis_sum(terms, 1, numerics), numerics.dtype)
 
 
 def normed(
     weight: jax.Array, pre: jax.Array, streams: jax.Array, cfg: ModelConfig, numerics: Numerics
 ) -> jax.Array:
     """The collapsed, normalised input [T, D] of a sub-layer."""
-    u = collapse(pre, streams, numerics.dtype)
-    return nx.rms_norm(u, weight, cfg.rms_norm_eps, numerics.dtype)
+    u = collapse(pre, streams, numerics)
+    return nx.rms_norm(u, weight, cfg.rms_norm_eps, numerics)
 
 
-def expand(y: jax.Array, mixed: Mix, streams: jax.Array, dtype: Any) -> jax.Array:
+def expand(y: jax.Array, mixed: Mix, streams: jax.Array, numerics: Numerics) -> jax.Array:
     """Write a sub-layer output y [T, D] back: post * y + comb applied to the incoming streams."""
     own = nx.pin(mixed.post[:, :, None] * y.astype(jnp.float32)[:, None, :])
     carried = nx.pin(mixed.comb[..., None] * streams.astype(jnp.float32)[:, :, None, :])
-    return nx.round_to(own + nx.axis_sum(carried, 1), dtype)
+    return nx.round_to(own + nx.axis_sum(carried, 1, numerics), numerics.dtype)
 
 
-def stream_mean(streams: jax.Array, dtype: Any) -> jax.Array:
+def stream_mean(streams: jax.Array, numerics: Numerics) -> jax.Array:
     """Mean over the streams [T, C, D] -> [T, D]: the feature that DSpark taps (model spec 7.3)."""
-    total = nx.axis_sum(streams.astype(jnp.float32), 1)
-    return nx.round_to(total / np.float32(streams.shape[1]), dtype)
+    total = nx.axis_sum(streams.astype(jnp.float32), 1, numerics)
+    return nx.round_to(total / np.float32(streams.shape[1]), numerics.dtype)

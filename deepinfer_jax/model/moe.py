@@ -69,23 +69,6 @@ def shared_expert(p: Any, x: jax.Array, cfg: ModelConfig, numerics: Numerics) ->
     return nx.linear(t, p["w2"], numerics, quantized)
 
 
-def _expert_tile(rows: Any, expert: jax.Array, shared: Any, cfg: ModelConfig, numerics: Numerics):
-    """One expert on one tile of rows: (x [M, D], weight [M]) -> [M, D].
-
-    The weights come from the whole stack by (layer, expert), so no layer of experts is ever copied.
-    """
-    x, weight = rows
-    stacks, layer = shared
-    # A tile is one dot already: tiling it again would nest two loops for nothing.
-    whole = dataclasses.replace(numerics, rows="batched")
-    pick = functools.partial(jax.tree.map, lambda a: a[layer, expert])
-    w1, w2, w3 = (pick(stacks[name]) for name in ("w1", "w2", "w3"))
-    gate = nx.linear(x, w1, whole, cfg.quantized)
-    up = nx.linear(x, w3, whole, cfg.quantized)
-    t = weight[:, None] * _activate(up, gate, cfg.swiglu_limit)
-    return nx.linear(nx.round_to(t, numerics.dtype), w2, whole, cfg.quantized)
-
-
 def routed_experts(
     stacks: Any, layer: Any, x: jax.Array, routed: Route, total: int, cfg: ModelConfig,
     numerics: Numerics,
@@ -114,13 +97,16 @@ def _outputs(
     stacks: Any, layer: Any, x: jax.Array, experts: jax.Array, weights: jax.Array,
     cfg: ModelConfig, numerics: Numerics,
 ) -> jax.Array:  # fmt: skip
-    """Every chosen expert's output [T, k, D] for x [T, D]; arbitrary where there is no expert."""
+    """Every chosen expert's output [T, k, D] for x [T, D]; zeros where an id is nobody's."""
     t, k = experts.shape
-    first = jax.tree.leaves(stacks["w1"])[0]
-    rows = (jnp.repeat(x, k, axis=0), weights.reshape(-1))
-    tile = functools.partial(_expert_tile, cfg=cfg, numerics=numerics)
-    y = nx.map_experts(tile, rows, experts.reshape(-1), (stacks, layer), first.shape[1], numerics)
-    return y.reshape(t, k, -1)
+    groups = nx.group_rows(experts.reshape(-1), stacks["w1"], numerics)
+    rows, weight = nx.spread(groups, x, copies=k), nx.spread(groups, weights.reshape(-1))
+    linear = functools.partial(
+        nx.grouped_linear, layer=layer, groups=groups, numerics=numerics, quantized=cfg.quantized
+    )
+    gate, up = linear(rows, stacks["w1"]), linear(rows, stacks["w3"])
+    hidden = nx.round_to(weight[:, None] * _activate(up, gate, cfg.swiglu_limit), numerics.dtype)
+    return nx.collect(groups, linear(hidden, stacks["w2"])).reshape(t, k, -1)
 
 
 def _all_experts(

@@ -9,15 +9,17 @@ order, padding, neighbours, or of the program around it. On CPU that needs four 
   multiply-add in one program and not in another;
 - roundings to bfloat16 are explicit.
 
-`rows="batched"` trades the promise for plain XLA operations; `rows="dense"` goes further and works
-on whole sequences at once, with masks instead of gathers (training on accelerators).
+On an NVIDIA GPU (`rows="pallas"`) every sum is a kernel of `numerics.pallas`, in an order of its
+own. `rows="batched"` trades the promise for plain XLA operations; `rows="dense"` goes further and
+works on whole sequences at once, with masks instead of gathers (training on accelerators).
 """
 
 from deepinfer_jax.numerics.elements import float_weight, pin, quotient, round_to, top_k
-from deepinfer_jax.numerics.mapping import map_experts, map_rows
+from deepinfer_jax.numerics.experts import Groups, collect, group_rows, grouped_linear, spread
+from deepinfer_jax.numerics.mapping import map_rows
 from deepinfer_jax.numerics.products import dot, einsum, group_dot, linear, linear_f32
 from deepinfer_jax.numerics.scores import attend, index_scores
-from deepinfer_jax.numerics.settings import Numerics
+from deepinfer_jax.numerics.settings import Numerics, rows_for
 from deepinfer_jax.numerics.sums import (
     axis_sum,
     integer_sums,
@@ -32,20 +34,23 @@ from deepinfer_jax.numerics.sums import (
 )
 
 __all__ = [
+    "Groups",
     "Numerics",
     "attend",
     "axis_sum",
+    "collect",
     "dot",
     "einsum",
     "float_weight",
     "group_dot",
+    "group_rows",
+    "grouped_linear",
     "index_scores",
     "integer_sums",
     "linear",
     "linear_f32",
     "log_softmax",
     "logsumexp",
-    "map_experts",
     "map_rows",
     "mean_square",
     "ordered_sum",
@@ -55,6 +60,8 @@ __all__ = [
     "rms_norm",
     "round_to",
     "row_sum",
+    "rows_for",
+    "spread",
     "top_k",
     "unit_sum",
 ]

@@ -1,4 +1,4 @@
-"""Products of rows with weights, always on tiles of a fixed number of rows."""
+"""Products of rows with weights: on tiles of a fixed number of rows, or in kernels."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from jax import lax
 
 from deepinfer_jax import quant
 from deepinfer_jax.numerics.elements import float_weight, round_to
+from deepinfer_jax.numerics.pallas import products as kernels
 from deepinfer_jax.numerics.settings import Numerics
 
 
@@ -38,36 +39,50 @@ def contract(x: jax.Array, w: jax.Array) -> jax.Array:
     )  # fmt: skip
 
 
-def dot(x: jax.Array, w: jax.Array, numerics: Numerics) -> jax.Array:
-    """x [T, K] times w [N, K] of the same dtype -> float32 [T, N]; rows are independent."""
-    return cast(jax.Array, _dot(x, w, numerics))
+def dot(x: jax.Array, w: Any, numerics: Numerics) -> jax.Array:
+    """x [T, K] times w [N, K] -> float32 [T, N]; rows are independent.
+
+    w: an array of x's dtype, a float32 array (the product is one of float32 then, whatever x is),
+    or a stored weight.
+    """
+    if numerics.rows != "pallas":
+        w = float_weight(w, x.dtype) if isinstance(w, quant.Quantized) else w
+        x = x.astype(w.dtype)
+    return cast(jax.Array, _dot(x, w, numerics, "float32"))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _dot(x, w, numerics):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _dot(x, w, numerics, dtype):
+    if numerics.rows == "pallas":
+        return kernels.product(x[:, None], w, dtype, numerics.interpret)[:, 0]
     if numerics.rows != "tiled":
         return contract(x, w)
     return _in_tiles(lambda part: contract(part, w), x, numerics)
 
 
-def _dot_forward(x, w, numerics):
-    return _dot(x, w, numerics), (x, w)
+def _dot_forward(x, w, numerics, dtype):
+    return _dot(x, w, numerics, dtype), (x, w)
 
 
-def _dot_backward(numerics, saved, g):
+def _dot_backward(numerics, dtype, saved, g):
     x, w = saved
     if numerics.rows == "dense":
         return _einsum_backward("tk,nk->tn", saved, g)
-    gx = lax.dot_general(g, w.astype(jnp.float32), (((1,), (0,)), ((), ())))
+    g = g.astype(jnp.float32)
+    wide = float_weight(w, jnp.float32)
+    gx = lax.dot_general(g, wide, (((1,), (0,)), ((), ()))).astype(x.dtype)
+    if isinstance(w, quant.Quantized):
+        return gx, None
     gw = lax.dot_general(g, x.astype(jnp.float32), (((0,), (0,)), ((), ())))
-    return gx.astype(x.dtype), gw.astype(w.dtype)
+    return gx, gw.astype(w.dtype)
 
 
 _dot.defvjp(_dot_forward, _dot_backward)
 
 
 def _contract_groups(x: jax.Array, w: jax.Array) -> jax.Array:
-    """[M, G, K] x [G, N, K] -> float32 [M, G, N]."""
+    """[M, G, K] x [G * N, K] -> float32 [M, G, N]."""
+    w = w.reshape(x.shape[1], -1, w.shape[-1])
     y = lax.dot_general(
         x, w, (((2,), (2,)), ((1,), (0,))),
         precision=precision(x), preferred_element_type=jnp.float32,
@@ -75,13 +90,20 @@ def _contract_groups(x: jax.Array, w: jax.Array) -> jax.Array:
     return y.transpose(1, 0, 2)
 
 
-def group_dot(x: jax.Array, w: jax.Array, numerics: Numerics) -> jax.Array:
-    """x [T, G, K] times w [G, N, K], group by group -> float32 [T, G, N]; rows are independent."""
+def group_dot(x: jax.Array, w: Any, numerics: Numerics) -> jax.Array:
+    """x [T, G, K] times w [G * N, K], group by group -> float32 [T, G, N]; rows are independent.
+
+    w: an array of x's dtype, or a stored weight.
+    """
+    if numerics.rows != "pallas":
+        w = float_weight(w, x.dtype)
     return cast(jax.Array, _group_dot(x, w, numerics))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _group_dot(x, w, numerics):
+    if numerics.rows == "pallas":
+        return kernels.product(x, w, "float32", numerics.interpret)
     if numerics.rows != "tiled":
         return _contract_groups(x, w)
     return _in_tiles(lambda part: _contract_groups(part, w), x, numerics)
@@ -92,9 +114,15 @@ def _group_dot_forward(x, w, numerics):
 
 
 def _group_dot_backward(numerics, saved, g):
+    x, w = saved
+    if isinstance(w, quant.Quantized):
+        _, pull = jax.vjp(lambda x: _contract_groups(x, float_weight(w, x.dtype)), x)
+        return *pull(g), None
     if numerics.rows == "dense":
-        return _einsum_backward("tgk,gnk->tgn", saved, g)
-    _, pull = jax.vjp(_contract_groups, *saved)
+        wide = w.reshape(x.shape[1], -1, w.shape[-1])
+        gx, gw = _einsum_backward("tgk,gnk->tgn", (x, wide), g)
+        return gx, gw.reshape(w.shape)
+    _, pull = jax.vjp(_contract_groups, x, w)
     return pull(g)
 
 
@@ -150,12 +178,26 @@ def linear(x: jax.Array, weight: Any, numerics: Numerics, quantized: bool = Fals
     `quantized`: the release stores this weight in FP8 or FP4, so its input is quantized to FP8
     first (`lin8`, `lin4` of model spec 6.4); otherwise `lin16`.
     """
+    if numerics.rows == "pallas":  # rounded where it is made
+        x = prepared(x, numerics, quantized)
+        return cast(jax.Array, _dot(x, operand(weight, numerics), numerics, numerics.dtype))
     return round_to(linear_f32(x, weight, numerics, quantized), numerics.dtype)
 
 
 def linear_f32(x: jax.Array, weight: Any, numerics: Numerics, quantized: bool = False) -> jax.Array:
     """`linear` without the final rounding: float32 [T, N]."""
+    return dot(prepared(x, numerics, quantized), operand(weight, numerics), numerics)
+
+
+def prepared(x: jax.Array, numerics: Numerics, quantized: bool) -> jax.Array:
+    """What a linear multiplies its weight with."""
     if quantized and numerics.quantize_activations:
         x = quant.qdq_fp8(x)
-    dtype = jnp.dtype(numerics.dtype)
-    return dot(x.astype(dtype), float_weight(weight, dtype), numerics)
+    return x.astype(numerics.dtype)
+
+
+def operand(weight: Any, numerics: Numerics) -> Any:
+    """A weight leaf as a product takes it: decoded, unless a kernel decodes it tile by tile."""
+    if numerics.rows == "pallas" and isinstance(weight, quant.Quantized):
+        return weight
+    return float_weight(weight, jnp.dtype(numerics.dtype))

@@ -2,37 +2,71 @@
 
 from __future__ import annotations
 
+import functools
+from typing import cast
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
 from deepinfer_jax.numerics.elements import pin, round_to
+from deepinfer_jax.numerics.pallas import scores as kernels
 from deepinfer_jax.numerics.products import contract, precision
 from deepinfer_jax.numerics.settings import Numerics
 from deepinfer_jax.numerics.sums import axis_sum, row_sum
 
 
 def attend(
-    q: jax.Array, keys: jax.Array, mask: jax.Array, sink: jax.Array, scale: float
-) -> jax.Array:
+    q: jax.Array, keys: jax.Array, mask: jax.Array, sink: jax.Array, scale: float,
+    numerics: Numerics,
+) -> jax.Array:  # fmt: skip
     """Attention of one query row over its slots, with a sink (model spec 8.7).
 
     q [H, K], keys [S, K] (keys and values are one vector), mask [S], sink [H] -> float32 [H, K].
     The slots are fixed in number and order; masked ones contribute exact zeros. The global maximum
     comes first, so the rounding of probabilities does not depend on blocking. No valid slot: zeros.
     """
+    if numerics.rows == "pallas":
+        return cast(jax.Array, _attend_on_gpu(q, keys, mask, sink, scale, numerics))
+    return _attend(q, keys, mask, sink, scale, numerics)
+
+
+def _attend(q, keys, mask, sink, scale, numerics):
     s = pin(contract(q, keys) * np.float32(scale))
     s = jnp.where(mask, s, -jnp.inf)
     top = lax.stop_gradient(jnp.max(s, axis=-1, keepdims=True))
     top = jnp.where(jnp.isfinite(top), top, np.float32(0))
     p = jnp.where(mask, jnp.exp(jnp.where(mask, s, 0) - top), 0)
-    z = row_sum(p) + jnp.exp(sink - top[:, 0])
+    z = row_sum(p, numerics) + jnp.exp(sink - top[:, 0])
     value = lax.dot_general(
         round_to(p, keys.dtype), keys, (((1,), (0,)), ((), ())),
         precision=precision(keys), preferred_element_type=jnp.float32,
     )  # fmt: skip
     return value / z[:, None]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def _attend_on_gpu(q, keys, mask, sink, scale, numerics):
+    return kernels.attend(q, keys, mask, sink, scale, numerics.interpret)
+
+
+def _attend_forward(q, keys, mask, sink, scale, numerics):
+    return _attend_on_gpu(q, keys, mask, sink, scale, numerics), (q, keys, mask, sink)
+
+
+def _attend_backward(scale, numerics, saved, g):
+    q, keys, mask, sink = saved
+
+    def ordinary(q, keys, sink):
+        return _attend(q, keys, mask, sink, scale, numerics)
+
+    _, pull = jax.vjp(ordinary, q, keys, sink)
+    q_bar, keys_bar, sink_bar = pull(g)
+    return q_bar, keys_bar, None, sink_bar
+
+
+_attend_on_gpu.defvjp(_attend_forward, _attend_backward)
 
 
 def index_scores(
@@ -43,13 +77,38 @@ def index_scores(
     q [H, K], head_weight [H], keys [N, K] -> float32 [N], holding bfloat16 values unless the
     numerics are float32.
     """
+    weight = head_weight.astype(jnp.float32)
+    if numerics.rows == "pallas":
+        return cast(jax.Array, _scores_on_gpu(q, weight, keys, numerics))
+    return _index_scores(q, weight, keys, numerics)
+
+
+def _index_scores(q, weight, keys, numerics):
     s = contract(q, keys)
-    weight = head_weight.astype(jnp.float32)[:, None]
+    weight = weight[:, None]
     if numerics.dtype == "float32":
-        return axis_sum(pin(jnp.maximum(s, 0) * weight), 0)
+        return axis_sum(pin(jnp.maximum(s, 0) * weight), 0, numerics)
     if numerics.index_rounding == "reference":
         s = round_to(s, jnp.bfloat16).astype(jnp.float32)
         term = round_to(jnp.maximum(s, 0) * weight, jnp.bfloat16).astype(jnp.float32)
     else:
         term = pin(jnp.maximum(s, 0) * weight)
-    return round_to(axis_sum(term, 0), jnp.bfloat16).astype(jnp.float32)
+    return round_to(axis_sum(term, 0, numerics), jnp.bfloat16).astype(jnp.float32)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _scores_on_gpu(q, weight, keys, numerics):
+    rounding = "none" if numerics.dtype == "float32" else numerics.index_rounding
+    return kernels.index_scores(q, weight, keys, rounding, numerics.interpret)
+
+
+def _scores_forward(q, weight, keys, numerics):
+    return _scores_on_gpu(q, weight, keys, numerics), (q, weight, keys)
+
+
+def _scores_backward(numerics, saved, g):
+    _, pull = jax.vjp(functools.partial(_index_scores, numerics=numerics), *saved)
+    return pull(g)
+
+
+_scores_on_gpu.defvjp(_scores_forward, _scores_backward)

@@ -6,6 +6,22 @@ import dataclasses
 import hashlib
 from typing import Literal
 
+Form = Literal["tiled", "pallas", "batched", "dense"]
+
+
+def rows_for(backend: str) -> Form:
+    """The invariant form of a back end, named as `jax.default_backend()` names it.
+
+    Raises ValueError where there is none.
+    """
+    forms: dict[str, Form] = {"cpu": "tiled", "gpu": "pallas", "cuda": "pallas"}
+    if backend not in forms:
+        raise ValueError(
+            f"no form of numerics is invariant on back end {backend!r}, only on cpu and gpu: pass "
+            'Numerics with rows="batched", which promises nothing about bits'
+        )
+    return forms[backend]
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Numerics:
@@ -16,37 +32,42 @@ class Numerics:
     quantize_kv           quantized window KV, compressed KV, index keys and queries
     index_rounding        "once": index scores accumulate in float32 and round to bfloat16 once;
                           "reference": the published reference's three roundings
-    rows                  "tiled": the invariant forms; "batched": plain XLA, no promise; "dense":
-    the
-                          same, for calls without a cache whose rows are sequences of equal length
+    rows                  "tiled": the invariant forms of a CPU; "pallas": those of an NVIDIA GPU;
+                          "batched": plain XLA, no promise; "dense": the same, for calls without a
+                          cache whose rows are sequences of equal length
     row_tile              rows per dot below `long_rows` rows, and `long_row_tile` from there on
     index_block           index keys scored at once
+    interpret             run "pallas" in an interpreter: slow, for tests without a GPU
     """
 
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     quantize_activations: bool = True
     quantize_kv: bool = True
     index_rounding: Literal["once", "reference"] = "once"
-    rows: Literal["tiled", "batched", "dense"] = "tiled"
+    rows: Form = "tiled"
     row_tile: int = 8
     long_row_tile: int = 32
     long_rows: int = 128
     index_block: int = 512
+    interpret: bool = False
 
     @classmethod
-    def native(cls, quantized: bool = True) -> Numerics:
-        """What the model was trained with; `quantized` is `ModelConfig.quantized`."""
-        return cls(quantize_activations=quantized)
+    def native(cls, quantized: bool = True, rows: Form = "tiled") -> Numerics:
+        """What the model was trained with; `quantized` is `ModelConfig.quantized`.
+
+        `rows` is `rows_for` of the back end that will run it.
+        """
+        return cls(quantize_activations=quantized, rows=rows)
 
     @classmethod
-    def fp32(cls) -> Numerics:
+    def fp32(cls, rows: Form = "tiled") -> Numerics:
         """Float32 throughout, no quantization points: for parity with other implementations."""
-        return cls(dtype="float32", quantize_activations=False, quantize_kv=False)
+        return cls(dtype="float32", quantize_activations=False, quantize_kv=False, rows=rows)
 
     @classmethod
-    def fp32_kvq(cls) -> Numerics:
+    def fp32_kvq(cls, rows: Form = "tiled") -> Numerics:
         """`fp32` with the KV and index quantizers kept."""
-        return cls(dtype="float32", quantize_activations=False, quantize_kv=True)
+        return cls(dtype="float32", quantize_activations=False, quantize_kv=True, rows=rows)
 
     def fingerprint(self) -> str:
         """Twelve hex digits naming these settings; equal settings on one chip give equal bits."""

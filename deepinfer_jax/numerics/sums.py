@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +10,8 @@ import numpy as np
 from jax import lax
 
 from deepinfer_jax.numerics.elements import FLOAT_MAX, pin, quotient, round_to
+from deepinfer_jax.numerics.pallas import rows as kernels
+from deepinfer_jax.numerics.settings import Numerics
 
 _LANES, _WIDE_LANES, _WIDE = 16, 512, 8192
 _LIMB_BITS = 14
@@ -20,9 +21,25 @@ def _pinned_add(a, b):
     return jnp.minimum(a, FLOAT_MAX) + b
 
 
-@jax.custom_jvp
-def row_sum(x: jax.Array) -> jax.Array:
-    """Sum of float32 [..., K] over the last axis: lanes first, each in order, then the lanes."""
+def row_sum(x: jax.Array, numerics: Numerics) -> jax.Array:
+    """Sum of float32 [..., K] over the last axis, in one order for all rows."""
+    return _row_sum(x, numerics)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def _row_sum(x, numerics):
+    if numerics.rows == "pallas":
+        return kernels.row_sum(x, squared=False, interpret=numerics.interpret)
+    return _sum_of_lanes(x)
+
+
+@_row_sum.defjvp
+def _row_sum_jvp(numerics, primals, tangents):
+    return _row_sum(primals[0], numerics), jnp.sum(tangents[0], axis=-1)
+
+
+def _sum_of_lanes(x: jax.Array) -> jax.Array:
+    """Lanes first, each in order, then the lanes."""
     lanes = _WIDE_LANES if x.shape[-1] >= _WIDE else _LANES
     padded = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % lanes)])
     parts = padded.reshape(*x.shape[:-1], -1, lanes)
@@ -30,9 +47,17 @@ def row_sum(x: jax.Array) -> jax.Array:
     return lax.reduce(parts, np.float32(0), _pinned_add, (parts.ndim - 1,))
 
 
-@row_sum.defjvp
-def _row_sum_jvp(primals, tangents):
-    return row_sum(primals[0]), jnp.sum(tangents[0], axis=-1)
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def _sum_of_squares(x, interpret):
+    """Sum of squares [...] float32 of any float [..., K], squared inside the kernel."""
+    return kernels.row_sum(x, squared=True, interpret=interpret)
+
+
+@_sum_of_squares.defjvp
+def _sum_of_squares_jvp(interpret, primals, tangents):
+    (x,), (t,) = primals, tangents
+    slope = 2 * jnp.sum(x.astype(jnp.float32) * t.astype(jnp.float32), axis=-1)
+    return _sum_of_squares(x, interpret), slope
 
 
 def ordered_sum(terms: list[jax.Array]) -> jax.Array:
@@ -45,29 +70,39 @@ def plain_sum(x: jax.Array, axis: int) -> jax.Array:
     return jnp.sum(x, axis=axis)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
-def axis_sum(x: jax.Array, axis: int) -> jax.Array:
+def axis_sum(x: jax.Array, axis: int, numerics: Numerics) -> jax.Array:
     """Sum of float32 over one short axis, in index order; pin inexact products before."""
+    if numerics.rows == "pallas":
+        return ordered_sum([lax.index_in_dim(x, i, axis, False) for i in range(x.shape[axis])])
+    return _axis_sum(x, axis)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def _axis_sum(x, axis):
     return lax.reduce(x, np.float32(0), _pinned_add, (axis,))
 
 
-@axis_sum.defjvp
+@_axis_sum.defjvp
 def _axis_sum_jvp(axis, primals, tangents):
-    return axis_sum(primals[0], axis), jnp.sum(tangents[0], axis=axis)
+    return _axis_sum(primals[0], axis), jnp.sum(tangents[0], axis=axis)
 
 
-def mean_square(x: jax.Array) -> jax.Array:
+def mean_square(x: jax.Array, numerics: Numerics) -> jax.Array:
     """Mean of squares over the last axis, float32."""
-    x = x.astype(jnp.float32)
-    return quotient(row_sum(pin(x * x)), np.float32(x.shape[-1]))
+    if numerics.rows == "pallas":
+        total = _sum_of_squares(x, numerics.interpret)
+    else:
+        x = x.astype(jnp.float32)
+        total = row_sum(pin(x * x), numerics)
+    return quotient(total, np.float32(x.shape[-1]))
 
 
-def rms_norm(x: jax.Array, weight: jax.Array, eps: float, dtype: Any) -> jax.Array:
-    """[..., K] normalised in float32 and rounded once to `dtype` (model spec 6.5)."""
-    scale = lax.rsqrt(mean_square(x) + np.float32(eps))
+def rms_norm(x: jax.Array, weight: jax.Array, eps: float, numerics: Numerics) -> jax.Array:
+    """[..., K] normalised in float32 and rounded once to `numerics.dtype` (model spec 6.5)."""
+    scale = lax.rsqrt(mean_square(x, numerics) + np.float32(eps))
     y = x.astype(jnp.float32) * scale[..., None]
     gain = weight.astype(jnp.float32).reshape((1,) * (y.ndim - 1) + (-1,))
-    return round_to(gain * y, dtype)
+    return round_to(gain * y, numerics.dtype)
 
 
 @jax.custom_vjp

@@ -106,7 +106,7 @@ def heads(
         params, tables, ring, codec, slots, positions, before[:, 0], size, cfg, numerics
     )
     p = params["draft"]
-    normed = nx.rms_norm(u, p["norm"], cfg.rms_norm_eps, numerics.dtype)
+    normed = nx.rms_norm(u, p["norm"], cfg.rms_norm_eps, numerics)
     base = head.logits(params, normed, numerics)
     bias, embedding = draft.markov_bias(params, before.reshape(-1), numerics)
     features = jnp.concatenate([u, embedding], axis=-1)

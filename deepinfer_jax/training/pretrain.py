@@ -69,8 +69,8 @@ def batch_loss(
     rows = row_sets.batch_rows(tokens, real)
     seen, _ = forward.trace(params, tables, rows, None, cfg, numerics, length=length)
     last = seen[-1][0]
-    u = hyper.collapse(last.pre, last.x, numerics.dtype)
-    output = nx.rms_norm(u, params["norm"], cfg.rms_norm_eps, numerics.dtype)
+    u = hyper.collapse(last.pre, last.x, numerics)
+    output = nx.rms_norm(u, params["norm"], cfg.rms_norm_eps, numerics)
     logits = head.logits(params, output, numerics).reshape(batch, length, -1)[:, :-1]
     nll = token_nll(logits, tokens[:, 1:])
     total = jnp.sum(nll * weights) / (jnp.sum(weights) + 1e-6)

@@ -105,7 +105,7 @@ def _traced(
     call, _ = forward.make_call(params, made, rows, cache, cfg, numerics)
     first = forward.first_stream(call, cache)
     last = seen[-1][0]
-    u = hyper.collapse(last.pre, last.x, numerics.dtype)
+    u = hyper.collapse(last.pre, last.x, numerics)
     normed = rms_norm(u, params["norm"], cfg.rms_norm_eps, numerics.dtype)
     out = {
         "block0_in": first.x[:, 0],

@@ -123,7 +123,7 @@ def _entering(
 
 def _ending(call: blocks.Call, given: tuple[Given, ...], ends: Ends) -> Named:
     cfg, numerics, params = call.cfg, call.numerics, call.params
-    u = hyper.collapse(ends.pre, ends.x, numerics.dtype)
+    u = hyper.collapse(ends.pre, ends.x, numerics)
     targets = [given[layer].x for layer in cfg.dspark_target_layer_ids]
     context = draft.context(params, ends.taps, cfg, numerics)
     own = params["draft"]["layers"]["attn"]
@@ -135,7 +135,7 @@ def _ending(call: blocks.Call, given: tuple[Given, ...], ends: Ends) -> Named:
         "prefill.final_norm": rms_norm(u, params["norm"], cfg.rms_norm_eps, numerics.dtype),
         "prefill.logits": head.logits(params, ends.normed, numerics),
         "prefill.main_hidden": jnp.concatenate(
-            [hyper.stream_mean(x, numerics.dtype) for x in targets], axis=-1
+            [hyper.stream_mean(x, numerics) for x in targets], axis=-1
         ),
         "cache_prefill.mtp_window_kv": jnp.stack(rings),
     }

@@ -134,9 +134,9 @@ def test_quantized_linear(ops: Arrays, name: str) -> None:
 
 def test_rms_norm(ops: Arrays) -> None:
     x, w = jnp.asarray(ops["rms.x"]), jnp.asarray(ops["rms.w"])
-    near(run(lambda x, w: numerics.rms_norm(x, w, 1e-20, jnp.float32), x, w), ops["rms.y_f32"])
+    near(run(lambda x, w: numerics.rms_norm(x, w, 1e-20, FP32), x, w), ops["rms.y_f32"])
     narrow = x.astype(jnp.bfloat16)
-    rounded = run(lambda x, w: numerics.rms_norm(x, w, 1e-20, jnp.bfloat16), narrow, w)
+    rounded = run(lambda x, w: numerics.rms_norm(x, w, 1e-20, NATIVE), narrow, w)
     same_bits(rounded, ops["rms.y_bf16"])
 
 
@@ -179,15 +179,15 @@ def test_hyper_connection(ops: Arrays, released: config.ModelConfig) -> None:
         value = ops[name]
         return jnp.asarray(value.reshape(-1, *value.shape[2:]))
 
-    mixed = run(lambda m, p: hyper.split(m, p, released), rows("hc.mixes"), p)
+    mixed = run(lambda m, p: hyper.split(m, p, released, FP32), rows("hc.mixes"), p)
     near(mixed.pre, np.asarray(rows("hc.pre")))
     near(mixed.comb, np.asarray(rows("hc.comb")))
     same_bits(mixed.post, np.asarray(rows("hc.post")))
     recorded = hyper.Mix(rows("hc.pre"), rows("hc.post"), rows("hc.comb"))
     streams = rows("hc.residual")
-    collapsed = run(lambda *a: hyper.collapse(*a, jnp.float32), recorded.pre, streams)
+    collapsed = run(lambda *a: hyper.collapse(*a, FP32), recorded.pre, streams)
     near(collapsed, np.asarray(rows("hc.pre_applied")))
-    expanded = run(lambda *a: hyper.expand(*a, jnp.float32), rows("hc.x"), recorded, streams)
+    expanded = run(lambda *a: hyper.expand(*a, FP32), rows("hc.x"), recorded, streams)
     near(expanded, np.asarray(rows("hc.post_applied")))
 
 
@@ -212,7 +212,7 @@ def test_router(ops: Arrays, released: config.ModelConfig) -> None:
 def _attend(ops: Arrays, dtype) -> np.ndarray:
     index, sink = ops["attn.idx"], jnp.asarray(ops["attn.sink"])
     q, kv = (jnp.asarray(ops[f"attn.{part}"]).astype(dtype) for part in ("q", "kv"))
-    attend = jax.jit(lambda *args: numerics.attend(*args, 1 / 8))
+    attend = jax.jit(lambda *args: numerics.attend(*args, 1 / 8, FP32))
     out = np.zeros(q.shape, np.float32)
     for b, t in np.ndindex(index.shape[:2]):
         at = index[b, t]
@@ -302,7 +302,7 @@ def test_draft_entries(
     def attend(ring, new, number):
         row = (jnp.zeros((1, width)), number, jnp.int32(0), jnp.int32(last + 1), jnp.bool_(True))
         shared = (new, ring, jnp.int32(0), jnp.zeros((1,)))
-        return draft._attend_row(row, shared, size, codec, cfg)[0]
+        return draft._attend_row(row, shared, size, codec, cfg, FP32)[0]
 
     over_rows = jax.vmap(attend, in_axes=(None, None, 0))
     out = run(over_rows, jnp.asarray(ring), new, jnp.arange(size, dtype=jnp.int32))

@@ -1,0 +1,150 @@
+"""Products with the weights of experts: rows are sorted by expert once, for all products."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from deepinfer_jax.numerics.elements import float_weight, round_to
+from deepinfer_jax.numerics.pallas import grouped as kernels
+from deepinfer_jax.numerics.pallas import schedule, stored
+from deepinfer_jax.numerics.products import contract, prepared
+from deepinfer_jax.numerics.settings import Numerics
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["slot", "source", "real", "expert", "used"],
+    meta_fields=["tile"],
+)
+@dataclasses.dataclass(frozen=True)
+class Groups:
+    """M rows sorted by expert and padded to whole tiles of one expert each.
+
+    slot    [M] place of a row among the padded rows
+    source  [tiles * tile] row that stands at a place; M where there is none
+    real    [M] whether the row has an expert
+    expert  [tiles] whose tile it is
+    used    tiles that hold rows; they come first
+    tile    rows per tile
+    """
+
+    slot: jax.Array
+    source: jax.Array
+    real: jax.Array
+    expert: jax.Array
+    used: jax.Array
+    tile: int
+
+
+def group_rows(ids: jax.Array, weight: Any, numerics: Numerics) -> Groups:
+    """Sort rows by their experts `ids` [M] (stable); an id beyond the last expert is none.
+
+    weight [layers, E, N, K]: any of the stacks that the rows will be multiplied with. A row sees
+    neither how many rows its expert has nor which. No capacity, nothing is dropped.
+    """
+    m, experts = ids.shape[0], stored.shape(weight)[1]
+    tile = _tile_rows(m, experts, stored.packed(weight), numerics)
+    tiles = min(m, -(-m // tile) + min(experts, m))
+    count = jnp.zeros((experts,), jnp.int32).at[ids].add(1, mode="drop")
+    each = (count + tile - 1) // tile
+    ends = jnp.cumsum(each, dtype=jnp.int32)
+    order = jnp.argsort(ids, stable=True)
+    first = jnp.cumsum(count, dtype=jnp.int32) - count
+    rank = jnp.arange(m, dtype=jnp.int32) - first[ids[order]]
+    rank = jnp.zeros((m,), jnp.int32).at[order].set(rank)
+    slot = (ends - each)[ids] * tile + rank
+    owner = jnp.searchsorted(ends, jnp.arange(tiles, dtype=jnp.int32), side="right")
+    real = ids < experts
+    place = jnp.where(real, slot, tiles * tile)
+    source = jnp.full((tiles * tile,), m, jnp.int32)
+    source = source.at[place].set(jnp.arange(m, dtype=jnp.int32), mode="drop")
+    expert = jnp.minimum(owner, experts - 1).astype(jnp.int32)
+    return Groups(slot, source, real, expert, ends[-1], tile)
+
+
+def _tile_rows(m: int, experts: int, packed: bool, numerics: Numerics) -> int:
+    if numerics.rows == "pallas":
+        return schedule.tile_rows(m, experts, packed)
+    if numerics.rows == "tiled":
+        return numerics.row_tile if m < 4 * numerics.long_rows else numerics.long_row_tile
+    return 128 if m >= 4096 else 16
+
+
+def spread(groups: Groups, x: jax.Array, copies: int = 1) -> jax.Array:
+    """x [M / copies, ...] to the padded places, each row `copies` times; zeros elsewhere."""
+    empty = groups.source == groups.slot.shape[0]
+    rows = x[jnp.where(empty, 0, groups.source // copies)]
+    return jnp.where(empty.reshape(-1, *[1] * (x.ndim - 1)), jnp.zeros((), x.dtype), rows)
+
+
+def collect(groups: Groups, y: jax.Array) -> jax.Array:
+    """y at the padded places back in the order of rows [M, ...]; zeros for rows without expert."""
+    real = groups.real.reshape(-1, *[1] * (y.ndim - 1))
+    return jnp.where(real, y[jnp.where(groups.real, groups.slot, 0)], jnp.zeros((), y.dtype))
+
+
+def grouped_linear(
+    x: jax.Array, weight: Any, layer: Any, groups: Groups, numerics: Numerics,
+    quantized: bool = False,
+) -> jax.Array:  # fmt: skip
+    """`linear` of padded rows x [tiles * tile, K] through weight[layer, expert] [N, K] of each.
+
+    Tiles without rows come out undefined; `collect` takes nothing from them.
+    """
+    x = prepared(x, numerics, quantized)
+    layer = jnp.asarray(layer, jnp.int32)
+    return cast(jax.Array, _grouped(x, weight, layer, groups, numerics))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _grouped(x, weight, layer, groups, numerics):
+    if numerics.rows == "pallas":
+        return kernels.product(
+            x, weight, layer, groups.expert, groups.used, groups.tile, numerics.dtype,
+            numerics.interpret,
+        )  # fmt: skip
+    if numerics.rows != "tiled":
+        return _batched(x, weight, layer, groups, numerics)
+    parts = x.reshape(-1, groups.tile, x.shape[-1])
+
+    def body(t, y):
+        return y.at[t].set(_of_tile(parts[t], groups.expert[t], weight, layer, numerics))
+
+    shape = (*parts.shape[:2], stored.shape(weight)[-2])
+    y = lax.fori_loop(0, groups.used, body, jnp.zeros(shape, numerics.dtype))
+    return y.reshape(-1, shape[-1])
+
+
+def _of_tile(x, expert, weight, layer, numerics):
+    """One tile; the weight comes from the whole stack, so that no layer of it is ever copied."""
+    own = jax.tree.map(lambda a: a[layer, expert], weight)
+    return round_to(contract(x, float_weight(own, numerics.dtype)), numerics.dtype)
+
+
+def _batched(x, weight, layer, groups, numerics):
+    parts = x.reshape(-1, groups.tile, x.shape[-1])
+    y = jax.vmap(_of_tile, in_axes=(0, 0, None, None, None))(
+        parts, groups.expert, weight, layer, numerics
+    )
+    return y.reshape(x.shape[0], -1)
+
+
+def _grouped_forward(x, weight, layer, groups, numerics):
+    return _grouped(x, weight, layer, groups, numerics), (x, weight, layer, groups)
+
+
+def _grouped_backward(numerics, saved, g):
+    x, weight, layer, groups = saved
+    live = jnp.repeat(jnp.arange(groups.expert.shape[0]) < groups.used, groups.tile)
+    g = jnp.where(live[:, None], g, jnp.zeros((), g.dtype))
+    _, pull = jax.vjp(lambda x, w: _batched(x, w, layer, groups, numerics), x, weight)
+    return *pull(g), None, None
+
+
+_grouped.defvjp(_grouped_forward, _grouped_backward)

@@ -1,0 +1,1 @@
+"""The invariant forms of an NVIDIA GPU: Pallas kernels through Triton."""

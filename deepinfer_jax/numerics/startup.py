@@ -1,0 +1,66 @@
+"""What must hold before a model runs: the settings of JAX and XLA that the promise needs."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+from deepinfer_jax.numerics.settings import Numerics
+
+# Flags that let a compiler reorder or contract what `numerics` has put in order. Others were tried
+# and change no promise: thread counts, library choices, autotuning and excess precision (roundings
+# are explicit here).
+_REFUSED_FLAGS = {
+    "xla_cpu_enable_fast_math": "it lets XLA:CPU reassociate sums and drop the pins of products",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Surroundings:
+    """What bits depend on besides `Numerics`, read once by the caller.
+
+    backend           `jax.default_backend()`
+    xla_flags         the value of XLA_FLAGS
+    matmul_precision  `jax.config.jax_default_matmul_precision`
+    x64               `jax.config.jax_enable_x64`
+    """
+
+    backend: str
+    xla_flags: str = ""
+    matmul_precision: str | None = None
+    x64: bool = False
+
+
+def refusals(numerics: Numerics, around: Surroundings) -> list[str]:
+    """Reasons why `numerics` cannot keep its promise here; empty where it can."""
+    reasons = []
+    if numerics.rows == "tiled" and around.backend != "cpu":
+        reasons.append(
+            f'rows="tiled" is invariant on a CPU only, and the back end is {around.backend!r}: '
+            'use rows="pallas" on a GPU, or rows="batched", which promises nothing'
+        )
+    if numerics.rows == "pallas" and not numerics.interpret and around.backend == "cpu":
+        reasons.append(
+            'rows="pallas" are kernels for an NVIDIA GPU, and the back end is "cpu": use '
+            'rows="tiled", or interpret=True in tests'
+        )
+    if numerics.rows not in ("tiled", "pallas"):
+        return reasons
+    for name, reason in _REFUSED_FLAGS.items():
+        if re.search(rf"--{name}(=(true|1))?(\s|$)", around.xla_flags):
+            reasons.append(f"XLA_FLAGS has --{name}: {reason}; remove it")
+    if around.matmul_precision not in (None, "default"):
+        reasons.append(
+            f"jax_default_matmul_precision is {around.matmul_precision!r}: it changes products "
+            "whose precision is chosen here; unset it"
+        )
+    if around.x64:
+        reasons.append("jax_enable_x64 is on: no order of sums was tested with 64-bit types")
+    return reasons
+
+
+def check(numerics: Numerics, around: Surroundings) -> None:
+    """Raise ValueError with every reason of `refusals`."""
+    reasons = refusals(numerics, around)
+    if reasons:
+        raise ValueError("these numerics cannot keep their promise here: " + "; ".join(reasons))
