@@ -6,6 +6,7 @@ on every device. A row's sums all happen on its own device, in the order of one 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -75,7 +76,7 @@ def score(
         own,
         mesh=mesh,
         in_specs=(param_specs(params), PartitionSpec(), split, split, split),
-        out_specs=Scores(split, split, split, PartitionSpec(None, every)),
+        out_specs=_like(Scores, split, routed=PartitionSpec(None, every)),
         check_vma=False,
     )(params, tables, tokens, lengths, sampling)
 
@@ -95,9 +96,14 @@ def rollout(
         own,
         mesh=mesh,
         in_specs=(param_specs(params), PartitionSpec(), split, split, split, PartitionSpec()),
-        out_specs=rl.Rollout(*[split] * 6, PartitionSpec()),
+        out_specs=_like(rl.Rollout, split, rounds=PartitionSpec()),
         check_vma=False,
     )(params, tables, prompts, lengths, sampling, stops)
+
+
+def _like(kind: Any, every: PartitionSpec, **others: PartitionSpec) -> Any:
+    """A value of the dataclass `kind` that says how its fields are split."""
+    return kind(**{field.name: others.get(field.name, every) for field in dataclasses.fields(kind)})
 
 
 def _check_batch(count: int, mesh: Mesh) -> None:

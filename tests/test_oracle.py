@@ -51,8 +51,8 @@ def _traced(params, made, rows, cache, where, cfg, numerics):
     seen, after = forward.trace(params, made, rows, cache, cfg, numerics)
     call, _ = forward.make_call(params, made, rows, cache, cfg, numerics)
     last = seen[-1][0]
-    u = hyper.collapse(last.pre, last.x, numerics.dtype)
-    output = rms_norm(u, params["norm"], cfg.rms_norm_eps, numerics.dtype)
+    u = hyper.collapse(last.pre, last.x, numerics)
+    output = rms_norm(u, params["norm"], cfg.rms_norm_eps, numerics)
     hidden = forward.Hidden(output, last.taps, last.routed, rows)
     after = draft.store_context(params, made, hidden, after, cfg, numerics)
     count = len(cfg.engram_layer_ids)

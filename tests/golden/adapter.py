@@ -106,7 +106,7 @@ def _traced(
     first = forward.first_stream(call, cache)
     last = seen[-1][0]
     u = hyper.collapse(last.pre, last.x, numerics)
-    normed = rms_norm(u, params["norm"], cfg.rms_norm_eps, numerics.dtype)
+    normed = rms_norm(u, params["norm"], cfg.rms_norm_eps, numerics)
     out = {
         "block0_in": first.x[:, 0],
         "block_out": jnp.stack([s.x for s, _ in seen]),
