@@ -244,23 +244,3 @@ def visible(
     recent = np.arange(max(length - cfg.engram_lookback, 0), length)
     out["history"] = np.asarray(cache.history)[slot, recent % max(cache.history.shape[1], 1)]
     return out
-
-
-def moved(model: Model, cache: Cache, slot: int, capacity: int) -> Cache:
-    """One slot alone in a cache of another capacity, the added entries spoiled."""
-    target = garbage(model, 1, capacity)
-
-    def put(new: Any, old: jax.Array) -> np.ndarray:
-        new = np.array(new)
-        new[:, :, : old.shape[2]] = np.asarray(old)[:, slot : slot + 1]
-        return new
-
-    names = ("window", "draft", "pending")
-    own: Any = {name: np.asarray(getattr(cache, name))[:, slot : slot + 1] for name in names}
-    return dataclasses.replace(
-        target,
-        **own,
-        kv=tuple(put(new, old) for new, old in zip(target.kv, cache.kv, strict=True)),
-        keys=tuple(put(new, old) for new, old in zip(target.keys, cache.keys, strict=True)),
-        history=np.asarray(cache.history)[slot : slot + 1],
-    )

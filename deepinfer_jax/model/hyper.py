@@ -69,7 +69,7 @@ def _sinkhorn(m: jax.Array, cfg: ModelConfig) -> jax.Array:
     def total(m: jax.Array, axis: int) -> jax.Array:
         return jnp.expand_dims(nx.axis_sum(m, axis), axis)
 
-    # Guarded, although it is finite: XLA:CPU hands "max, subtract, exp" of more than 4,096 numbers to
+    # Guarded, although it is finite: XLA:CPU hands "max, subtract, exp" of 4,096 numbers or more to
     # a kernel whose exp has other bits, but only when nothing stands between them.
     top = lax.stop_gradient(jnp.max(m, axis=2, keepdims=True))
     m = jnp.exp(m - jnp.where(jnp.isfinite(top), top, np.float32(0)))
