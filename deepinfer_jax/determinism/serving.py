@@ -43,13 +43,17 @@ def repetition(setup: Setup) -> Iterator[Pair]:
 
 
 def batch(setup: Setup) -> Iterator[Pair]:
-    """Every number of sequences from 1 to 64 decodes together once, in any order and slots."""
+    """Every number of sequences from 1 to 64 decodes together once, in any order and slots.
+
+    A sequence that has ended starts again.
+    """
     rng = setup.rng("batch")
     playing = table(setup, SLOTS, rng)
     for count in (rng.permutation(SLOTS) + 1).tolist():
-        waiting = [seat for seat in range(SLOTS) if playing.left(seat)]
-        chosen = rng.permutation(waiting)[:count].tolist()
-        yield from playing.play([Turn(tuple(Move(seat, 1) for seat in chosen))])
+        chosen = rng.permutation(SLOTS)[:count].tolist()
+        again = [None if playing.left(seat) else playing.slot(seat) for seat in chosen]
+        moves = tuple(Move(seat, 1, to=to) for seat, to in zip(chosen, again, strict=True))
+        yield from playing.play([Turn(moves)])
     yield from playing.finish(MANY)
 
 
