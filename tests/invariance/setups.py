@@ -45,7 +45,7 @@ def flipped(whole: Setup, name: str, number: int = 1) -> Setup:
     references = list(whole.references)
     rows, state = dict(references[number].rows), dict(references[number].state)
     place = rows if name in rows else state
-    changed = np.array(place[name])
+    changed = np.array(place[name], order="C")
     changed.reshape(-1).view(np.uint8)[changed.nbytes // 2] ^= 1
     place[name] = changed
     references[number] = dataclasses.replace(references[number], rows=rows, state=state)
