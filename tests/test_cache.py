@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from deepinfer_jax import cache as caches
 from deepinfer_jax import quant, resources
 from deepinfer_jax.config import ModelConfig
+from deepinfer_jax.determinism.equality import bits
 from deepinfer_jax.model import attention, compress
 from deepinfer_jax.model.attention import Ring
 from deepinfer_jax.numerics import Numerics
 from deepinfer_jax.rows import spans_of, text_rows
-from tests.feeding import bits
 from tests.small import PLAIN, WINDOW_ONLY
 
 FP32, NATIVE = Numerics.fp32(), Numerics.native()

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from deepinfer_jax import numerics as nx
 from deepinfer_jax import quant
+from deepinfer_jax.determinism.equality import bits
 from deepinfer_jax.numerics import Numerics, products
-from tests.feeding import bits
 
 DTYPES = ("float32", "bfloat16")
 # Rows of a call. Tiles are 8 rows below 128 and 32 from there on; XLA changes its mind at 1, 33,

@@ -155,7 +155,26 @@ def observe(
     return seen, cache
 
 
-step = jax.jit(observe, static_argnames=("cfg", "numerics", "replay"))
+def compiled(*, donate: bool = False, options: dict[str, Any] | None = None) -> Any:
+    """`observe` jitted afresh: it shares no compiled program with any other.
+
+    donate: the cache is given up to the call; options: the compiler's.
+    """
+
+    def fresh(params, tables, rows, following, sampling, prompts, cache, cfg, numerics, replay):
+        return observe(
+            params, tables, rows, following, sampling, prompts, cache, cfg, numerics, replay
+        )
+
+    return jax.jit(
+        fresh,
+        static_argnames=("cfg", "numerics", "replay"),
+        donate_argnames=("cache",) if donate else (),
+        compiler_options=options,
+    )
+
+
+step = compiled()
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

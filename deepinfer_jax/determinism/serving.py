@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import jax
 import numpy as np
 
 from deepinfer_jax.determinism import feeding
@@ -16,9 +15,7 @@ SLOTS = 64
 FEW, MANY, LONG = 8, 64, 160  # rows of the programs; LONG is beyond `Numerics.long_rows`
 TURNS = 40  # calls of a random schedule
 
-donated = jax.jit(
-    feeding.observe, static_argnames=("cfg", "numerics", "replay"), donate_argnames="cache"
-)
+donated = feeding.compiled(donate=True)
 
 
 def table(
