@@ -111,6 +111,7 @@ def _watch(model: Model, chosen: Sequence[Check], tokens: int, seed: int) -> lis
 
     names = [check.name for check in chosen]
     say(f"reference: every request alone, one token at a time; then {len(names)} checks")
+    say("(the first run compiles for some minutes)")
     found = []
     for finding in determinism.check(model, tokens=tokens, seed=seed, names=names):
         found.append(finding)

@@ -84,9 +84,10 @@ def check(
       model: from `load`.
       tokens: tokens of each reply; default `default_tokens`.
       seed: of prompts, noise and schedules.
-      names: which of `NAMES` to run, in that order; default all.
+      names: which of `NAMES` to run; default all.
 
-    Returns an iterator of one `Finding` per check, as they are done.
+    Returns an iterator of one `Finding` per check, in the order of `names`, those that must run
+    alone at the end. Nothing is computed before the first is asked for.
 
     Raises:
       TypeError, ValueError: a bad argument; by the call itself, before anything is compiled.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import tempfile
 from collections.abc import Iterator
-from typing import Any
 
 import jax
 import numpy as np
@@ -40,24 +39,13 @@ def own_cache() -> Iterator[str]:
             compilation_cache.reset_cache()
 
 
-def fresh() -> Any:
-    """A jitted `observe` that shares no compiled program with any other."""
-
-    def observe(params, tables, rows, following, sampling, prompts, cache, cfg, numerics, replay):
-        return feeding.observe(
-            params, tables, rows, following, sampling, prompts, cache, cfg, numerics, replay
-        )
-
-    return jax.jit(observe, static_argnames=("cfg", "numerics", "replay"))
-
-
 def compiled(setup: Setup) -> Iterator[Pair]:
     """One program compiled into an empty persistent cache, and again, which reads it from there."""
     model, reference = setup.model, setup.references[0]
     with own_cache():
         for source in ("compiled", "read back"):
             cache = feeding.garbage(model, 1, setup.capacity)
-            program, rows = fresh(), []
+            program, rows = feeding.compiled(), []
             for position in range(len(reference.text)):
                 part = [feeding.piece(0, reference.text, position, position + 1)]
                 fed, cache = feeding.feed(

@@ -3,24 +3,47 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from deepinfer_jax import steps
 from deepinfer_jax.batching import Batch
+from deepinfer_jax.cache import Cache
+from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.determinism import feeding
 from deepinfer_jax.determinism.reference import Reference, Setup
 from deepinfer_jax.determinism.schedules import Pair
 from deepinfer_jax.determinism.serving import MANY, SLOTS
+from deepinfer_jax.numerics import Numerics
 from deepinfer_jax.requests import Request, Result
-from deepinfer_jax.steps import Running
+from deepinfer_jax.sampling import Sampled, Sampling
+from deepinfer_jax.tables import Tables
 
 BATCH = 5  # slots of the engine; more requests than that take turns
 
-decode_many = jax.jit(steps.decode_many, static_argnames=("cfg", "numerics", "steps"))
+
+@functools.partial(jax.jit, static_argnames=("cfg", "numerics", "count"))
+def in_scan(
+    params: Any, tables: Tables, tokens: jax.Array, active: jax.Array, cache: Cache,
+    sampling: Sampling, cfg: ModelConfig, numerics: Numerics, count: int,
+) -> tuple[Sampled, Cache]:  # fmt: skip
+    """`count` decode steps of the active slots [B] from their newest tokens [B]: [count, B]."""
+
+    def step(carry, _):
+        tokens, cache = carry
+        sampled, cache = steps.decode(
+            params, tables, tokens, active, cache, sampling, cfg, numerics
+        )
+        return (sampled.token, cache), sampled
+
+    (_, cache), sampled = lax.scan(step, (tokens, cache), length=count)
+    return sampled, cache
 
 
 def engine(setup: Setup) -> Iterator[Pair]:
@@ -72,19 +95,16 @@ def scan(setup: Setup) -> Iterator[Pair]:
         if reference.prompt > 1:
             prompt = [feeding.piece(slot, reference.text, 0, reference.prompt - 1)]
             _, cache = feeding.feed(model, cache, prompt, MANY, names=())
-    count = max(len(r.text) - r.prompt for r in references) + 1
-    lengths, tokens, left = np.zeros((3, SLOTS), np.int32)
+    count = references[0].request.options.max_tokens + 1  # the same for all
+    lengths, tokens = np.zeros((2, SLOTS), np.int32)
+    active = np.isin(np.arange(SLOTS), chosen)
     for slot, reference in zip(chosen.tolist(), references, strict=True):
         lengths[slot] = reference.prompt - 1
         tokens[slot] = reference.text.tokens[reference.prompt - 1]
-        left[slot] = len(reference.text) - reference.prompt + 1
-    running = Running(
-        *map(jnp.asarray, (tokens, left > 0, left, np.full((SLOTS, 1), -1, np.int32)))
-    )
     cache = dataclasses.replace(cache, lengths=jnp.asarray(lengths))
-    sampled, _, _, cache = decode_many(
-        model.params, model.tables, running, cache, setup.sampling(seated, SLOTS), model.cfg,
-        model.numerics, steps=count,
+    sampled, cache = in_scan(
+        model.params, model.tables, tokens, active, cache, setup.sampling(seated, SLOTS),
+        model.cfg, model.numerics, count,
     )  # fmt: skip
     columns = {
         "token": sampled.token,
@@ -95,7 +115,7 @@ def scan(setup: Setup) -> Iterator[Pair]:
     for slot, number in seated.items():
         reference, first = references[number], references[number].prompt - 1
         want = {name: reference.rows[name][first:] for name in columns}
-        got = {name: np.asarray(columns[name])[: left[slot], slot] for name in columns}
+        got = {name: np.asarray(columns[name])[:, slot] for name in columns}
         yield Pair(f"request {number}, reply", got, want)
         state = feeding.visible(model, cache, slot, len(reference.text))
         yield Pair(f"request {number}, cache of slot {slot}", state, reference.state)

@@ -155,7 +155,26 @@ def observe(
     return seen, cache
 
 
-step = jax.jit(observe, static_argnames=("cfg", "numerics", "replay"))
+def compiled(*, donate: bool = False, options: dict[str, Any] | None = None) -> Any:
+    """`observe` jitted afresh: it shares no compiled program with any other.
+
+    donate: the cache is given up to the call; options: the compiler's.
+    """
+
+    def fresh(params, tables, rows, following, sampling, prompts, cache, cfg, numerics, replay):
+        return observe(
+            params, tables, rows, following, sampling, prompts, cache, cfg, numerics, replay
+        )
+
+    return jax.jit(
+        fresh,
+        static_argnames=("cfg", "numerics", "replay"),
+        donate_argnames=("cache",) if donate else (),
+        compiler_options=options,
+    )
+
+
+step = compiled()
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -244,23 +263,3 @@ def visible(
     recent = np.arange(max(length - cfg.engram_lookback, 0), length)
     out["history"] = np.asarray(cache.history)[slot, recent % max(cache.history.shape[1], 1)]
     return out
-
-
-def moved(model: Model, cache: Cache, slot: int, capacity: int) -> Cache:
-    """One slot alone in a cache of another capacity, the added entries spoiled."""
-    target = garbage(model, 1, capacity)
-
-    def put(new: Any, old: jax.Array) -> np.ndarray:
-        new = np.array(new)
-        new[:, :, : old.shape[2]] = np.asarray(old)[:, slot : slot + 1]
-        return new
-
-    names = ("window", "draft", "pending")
-    own: Any = {name: np.asarray(getattr(cache, name))[:, slot : slot + 1] for name in names}
-    return dataclasses.replace(
-        target,
-        **own,
-        kv=tuple(put(new, old) for new, old in zip(target.kv, cache.kv, strict=True)),
-        keys=tuple(put(new, old) for new, old in zip(target.keys, cache.keys, strict=True)),
-        history=np.asarray(cache.history)[slot : slot + 1],
-    )

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import jax
 import numpy as np
 
 from deepinfer_jax.determinism import feeding
@@ -16,9 +15,7 @@ SLOTS = 64
 FEW, MANY, LONG = 8, 64, 160  # rows of the programs; LONG is beyond `Numerics.long_rows`
 TURNS = 40  # calls of a random schedule
 
-donated = jax.jit(
-    feeding.observe, static_argnames=("cfg", "numerics", "replay"), donate_argnames="cache"
-)
+donated = feeding.compiled(donate=True)
 
 
 def table(
@@ -43,13 +40,17 @@ def repetition(setup: Setup) -> Iterator[Pair]:
 
 
 def batch(setup: Setup) -> Iterator[Pair]:
-    """Every number of sequences from 1 to 64 decodes together once, in any order and slots."""
+    """Every number of sequences from 1 to 64 decodes together once, in any order and slots.
+
+    A sequence that has ended starts again.
+    """
     rng = setup.rng("batch")
     playing = table(setup, SLOTS, rng)
     for count in (rng.permutation(SLOTS) + 1).tolist():
-        waiting = [seat for seat in range(SLOTS) if playing.left(seat)]
-        chosen = rng.permutation(waiting)[:count].tolist()
-        yield from playing.play([Turn(tuple(Move(seat, 1) for seat in chosen))])
+        chosen = rng.permutation(SLOTS)[:count].tolist()
+        again = [None if playing.left(seat) else playing.slot(seat) for seat in chosen]
+        moves = tuple(Move(seat, 1, to=to) for seat, to in zip(chosen, again, strict=True))
+        yield from playing.play([Turn(moves)])
     yield from playing.finish(MANY)
 
 

@@ -40,15 +40,13 @@ def batched() -> Setup:
     return reference.make_setup(model, tokens=TOKENS, seed=1, count=COUNT)
 
 
-def flipped(whole: Setup, name: str) -> Setup:
-    """One bit of one value changed in the second reference: of a row, or of a cache."""
-    second = whole.references[1]
-    rows, state = dict(second.rows), dict(second.state)
+def flipped(whole: Setup, name: str, number: int = 1) -> Setup:
+    """One bit of one value changed in one reference: of a row, or of its cache."""
+    references = list(whole.references)
+    rows, state = dict(references[number].rows), dict(references[number].state)
     place = rows if name in rows else state
-    changed = np.array(place[name])
-    changed.reshape(-1).view(np.uint8)[-(-changed.nbytes // 2)] ^= 1
+    changed = np.array(place[name], order="C")
+    changed.reshape(-1).view(np.uint8)[changed.nbytes // 2] ^= 1
     place[name] = changed
-    other = dataclasses.replace(second, rows=rows, state=state)
-    return dataclasses.replace(
-        whole, references=(whole.references[0], other, *whole.references[2:])
-    )
+    references[number] = dataclasses.replace(references[number], rows=rows, state=state)
+    return dataclasses.replace(whole, references=tuple(references))

@@ -5,13 +5,16 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from deepinfer_jax.determinism import Move, Turn, equality, feeding
-from deepinfer_jax.determinism.schedules import Table
+from deepinfer_jax.determinism import Move, Table, Turn, equality, feeding, serving
 from tests import every_role
 from tests.invariance import setups
 
-FEW, MANY = 12, 48
 VERIFY = 6  # rows of the widest verification: the anchor and a block of drafts
+
+
+def spoiled(setup):
+    """An unwritten cache of the shape that the checks use."""
+    return feeding.garbage(setup.model, serving.SLOTS, 2 * setup.capacity)
 
 
 @pytest.mark.parametrize("dtype", setups.DTYPES)
@@ -19,8 +22,7 @@ def test_drafts_do_not_depend_on_rejected_tokens_or_neighbours(dtype):
     setup = setups.illustrated(dtype)
     model = setup.model
     slots, anchors = [3, 0, 1], [5, 6, 7]
-    cache = every_role.garbage(model)
-    playing = Table(setup, [0, 1, 2], slots, cache, {MANY: feeding.step})
+    playing = Table(setup, [0, 1, 2], slots, spoiled(setup), {serving.MANY: feeding.step})
     turn = Turn((Move(1, 4, 4, 3), Move(2, 5, 1, 1), Move(0, 6, 2, 1)), (0, 1, 0))
     for pair in playing.play([turn] * 7):
         assert not equality.different(pair.got, pair.want), pair.where
@@ -28,7 +30,7 @@ def test_drafts_do_not_depend_on_rejected_tokens_or_neighbours(dtype):
     together = every_role.draft_of(model, playing.cache, slots, done, anchors)
     for number in range(3):
         prompt = [feeding.piece(0, setup.references[number].text, 0, done[number])]
-        _, cache = feeding.feed(model, every_role.garbage(model), prompt, MANY)
+        _, cache = feeding.feed(model, spoiled(setup), prompt, serving.MANY)
         where = [-1, 0, -1], [0, done[number], 0], [9, anchors[number], 8]
         alone = every_role.draft_of(model, cache, *where)
         for name in ("tokens", "logits", "base", "confidence"):
@@ -43,12 +45,12 @@ def test_rejecting_more_rows_than_the_slack_loses_state(dtype, rows):
     setup = setups.setup(dtype)
     model, source, start = setup.model, setup.references[0].text, 22
     whole = [feeding.piece(0, source, 0, start)]
-    _, cache = feeding.feed(model, every_role.garbage(model), whole, MANY)
+    _, cache = feeding.feed(model, spoiled(setup), whole, serving.MANY)
     drafted = feeding.piece(0, source, start, start + rows)
     drafted = feeding.wrong(drafted, 1, model.cfg.vocab_size)
     single = [feeding.piece(0, source, start, start + 1)]
-    _, after = feeding.feed(model, cache, [drafted], FEW)
-    _, clean = feeding.feed(model, cache, single, FEW)
+    _, after = feeding.feed(model, cache, [drafted], serving.MANY)
+    _, clean = feeding.feed(model, cache, single, serving.MANY)
     got, want = (feeding.visible(model, c, 0, start + 1) for c in (after, clean))
     lost = ["decoder", "draft", "encoder", "history", "pending"] if rows > VERIFY else []
     assert sorted(equality.different(got, want)) == lost

@@ -59,4 +59,4 @@ def test_a_second_program_is_read_back_and_the_settings_return(hits):
 
 
 def test_fresh_programs_share_nothing():
-    assert compilation.fresh() is not compilation.fresh()
+    assert feeding.compiled() is not feeding.compiled()

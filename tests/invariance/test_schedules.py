@@ -74,23 +74,3 @@ def test_preemption_at_any_step(dtype, schedule, rest, victim, chunk):
     evicted = Turn((Move(victim, chunk, to=SPARE),))
     assert not differences(playing.play([evicted, *rest]))
     assert not differences(playing.finish(chunk))
-
-
-@pytest.mark.parametrize("dtype", setups.DTYPES)
-def test_decode_alone_in_a_larger_cache(dtype):
-    """A slot moves to a cache of its own, ten times as long, and goes on one token at a time."""
-    setup = setups.illustrated(dtype)
-    model, reference = setup.model, setup.references[0]
-    cache = feeding.garbage(model, serving.SLOTS, 2 * setup.capacity)
-    start = setups.IMAGE.start + 3
-    prompt = [feeding.piece(2, reference.text, 0, start)]
-    _, cache = feeding.feed(model, cache, prompt, serving.MANY, names=())
-    alone = feeding.moved(model, cache, 2, 600)
-    for position in range(start, len(reference.text)):
-        part = [feeding.piece(0, reference.text, position, position + 1)]
-        fed, alone = feeding.feed(model, alone, part, 1, sampling=setup.sampling({0: 0}, 1))
-        for name in ("token", "raw", "processed", "kept", "output", "routed"):
-            want = reference.row(name, position, position + 1)
-            assert not equality.unequal(fed.seen[name], want).any(), (name, position)
-    length = len(reference.text)
-    assert not equality.different(feeding.visible(model, alone, 0, length), reference.state)

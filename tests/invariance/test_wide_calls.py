@@ -7,8 +7,8 @@ models with so many rows are costly to compile; these pieces are not.
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-import pytest
 
 from deepinfer_jax import sampling
 from deepinfer_jax.determinism import equality
@@ -18,10 +18,10 @@ from tests import every_role
 WIDE, FEW = 1200, 8
 
 
-def check_rows(f, *inputs):
+def check_rows(f, *inputs, step=5 * FEW):
     """f of many rows is f of a few at a time, in every bit of every output."""
     whole = jax.tree.map(np.asarray, f(*inputs))
-    for start in range(0, WIDE, 5 * FEW):
+    for start in range(0, WIDE, step):
         part = slice(start, start + FEW)
         few = f(*jax.tree.map(lambda a, part=part: a[part], inputs))
         for got, want in zip(jax.tree.leaves(few), jax.tree.leaves(whole), strict=True):
@@ -43,10 +43,14 @@ def test_pooling_of_compressed_groups():
     check_rows(jax.jit(compress.pool), groups)
 
 
-@pytest.mark.parametrize(("top_p", "min_p"), [(0.9, 0.0), (1.0, 0.05)])
-def test_truncation(top_p, min_p):
+def test_truncation_at_its_very_edge():
+    """min_p is the weight of the third token itself: one bit less and that token is gone."""
     rng = np.random.default_rng(4)
     logits = np.float32(rng.normal(size=(WIDE, 131)) * 3)
-    seeds = rng.integers(0, 2**63, WIDE).tolist()
-    limits = sampling.make_sampling(WIDE, 0.8, top_p, -1, min_p, seeds=seeds)
-    check_rows(jax.jit(sampling.sample), logits, limits, np.arange(WIDE, dtype=np.int32))
+    third = np.sort(logits, axis=1)[:, -3]
+    weight = jax.jit(jnp.exp)
+    edges = [weight(x) for x in np.split(third - logits.max(axis=1), WIDE // FEW)]
+    limits = sampling.make_sampling(
+        WIDE, min_p=np.concatenate(edges).tolist(), seeds=list(range(WIDE))
+    )
+    check_rows(jax.jit(sampling.sample), logits, limits, np.arange(WIDE, dtype=np.int32), step=FEW)
