@@ -248,7 +248,7 @@ def forward(
             s = step(call, rest, s)
         else:
             s = step(call, unit, s)
-    u = hyper.collapse(s.pre, s.x, numerics.dtype)
+    u = hyper.collapse(s.pre, s.x, numerics)
     output = nx.rms_norm(u, params["norm"], cfg.rms_norm_eps, numerics)
     return Hidden(output, s.taps, s.routed, call.rows), s.cache
 
