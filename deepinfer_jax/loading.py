@@ -98,8 +98,8 @@ def surroundings() -> startup.Surroundings:
     return startup.Surroundings(
         backend=jax.default_backend(),
         xla_flags=os.environ.get("XLA_FLAGS", ""),
-        matmul_precision=jax.config.jax_default_matmul_precision,
-        x64=jax.config.jax_enable_x64,
+        matmul_precision=jax.config.read("jax_default_matmul_precision"),
+        x64=jax.config.read("jax_enable_x64"),
     )
 
 
