@@ -17,19 +17,18 @@ import dataclasses
 import hashlib
 import json
 import os
-import platform
 import resource
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
+from environment import machine, versions, write_result
 
 from deepinfer_jax import axes, checkpoint, params, resources
 from deepinfer_jax.config import ModelConfig
@@ -132,26 +131,6 @@ def forget(folder: Path) -> None:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def machine() -> dict[str, Any]:
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    name = next((x.split(":")[1].strip() for x in lines if x.startswith("model name")), "unknown")
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    cores = len(os.sched_getaffinity(0))
-    load = round(os.getloadavg()[0], 1)
-    return {"cpu": name, "cores": cores, "memory_bytes": memory, "load_average": load}
-
-
-def versions() -> dict[str, str]:
-    command = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
-    commit = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
-    packages = ("jax", "jaxlib", "numpy", "ml_dtypes", "deepinfer-jax")
-    return {
-        "python": platform.python_version(),
-        **{name: metadata.version(name) for name in packages},
-        "commit": commit or "unknown",
-    }
-
-
 def measure(folder: Path, platform: str, repeats: int) -> dict[str, Any]:
     """Runs of `load` by name: cold first, then warm ones after a discarded run."""
 
@@ -228,9 +207,7 @@ def report(given: argparse.Namespace) -> None:
         "samples": {name: [run["s"] for run in each] for name, each in runs.items()},
         "results": results,
     }
-    target = ROOT / "bench" / "results" / f"checkpoint_load-{given.machine}.json"
-    target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(json.dumps(data, indent=1) + "\n")
+    write_result("checkpoint_load", given.machine, data)
     print(f"{shards} shards; writing: {written['s']:.2f} s")
     print(
         f"{'load':14}{'s':>8}{'cpu s':>8}{'GB/s':>8}{'result MB':>12}{'peak MB':>10}{'over MB':>10}"

@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import hashlib
-import json
 import statistics
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -26,13 +25,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from checkpoint_load import machine, versions
+from environment import machine, versions, write_result
 
 import deepinfer_jax as di
 from deepinfer_jax import batching, info, loading, quant
 from deepinfer_jax.steps import Running
 
-ROOT = Path(__file__).resolve().parents[1]
 LARGE = 512 << 20
 _STATIC = {"static_argnames": ("cfg", "numerics"), "donate_argnames": "cache"}
 
@@ -114,16 +112,17 @@ def decode(model: di.Model, batch: int, prompt_tokens: int, repeats: int) -> dic
         left=jnp.full((batch,), 2**30, jnp.int32),
         stops=jnp.full((batch, batching.STOP_IDS), -1, jnp.int32),
     )
-    limit = jnp.asarray(np.int32(steps))
-    advance = jax.jit(batching.advance, **_STATIC)
+    many = jax.jit(
+        di.decode_many, static_argnames=("cfg", "numerics", "steps"), donate_argnames="cache"
+    )
     start = time.perf_counter()
-    arguments = (model.params, model.tables, running, cache, sampling, limit)
-    program = advance.lower(*arguments, cfg, numerics).compile()
+    arguments = (model.params, model.tables, running, cache, sampling)
+    program = many.lower(*arguments, cfg, numerics, steps=steps).compile()
     compile_s = time.perf_counter() - start
     samples, busy = [], []
     for _ in range(repeats + 1):
         start, used = time.perf_counter(), time.process_time()
-        sampled, _, cache = program(model.params, model.tables, running, cache, sampling, limit)
+        sampled, _, _, cache = program(model.params, model.tables, running, cache, sampling)
         jax.block_until_ready((sampled, cache))
         samples.append((time.perf_counter() - start) / steps)
         busy.append((time.process_time() - used) / steps)
@@ -182,9 +181,7 @@ def main() -> None:
         "samples": {f"batch_{b}": run["samples"] for b, run in runs.items()},
         "results": {"bandwidth_bytes_per_s": speed, **results},
     }
-    target = ROOT / "bench" / "results" / f"decode_cpu-{given.machine}.json"
-    target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(json.dumps(data, indent=1) + "\n")
+    write_result("decode_cpu", given.machine, data)
     print_table(data["machine"], speed, results)
 
 

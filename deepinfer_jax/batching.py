@@ -16,20 +16,14 @@ from collections.abc import Iterator, Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from deepinfer_jax import cache as caches
 from deepinfer_jax import sampling, steps
-from deepinfer_jax.cache import Cache
-from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.loading import Model
-from deepinfer_jax.numerics import Numerics
-from deepinfer_jax.params import Params
 from deepinfer_jax.requests import Request, Result, Timing
 from deepinfer_jax.rows import Rows
 from deepinfer_jax.sampling import Sampled, Sampling
 from deepinfer_jax.steps import Running
-from deepinfer_jax.tables import Tables
 from deepinfer_jax.transcript import Transcript
 
 DEFAULT_SLOTS = 8
@@ -65,44 +59,9 @@ class _Seat:
 
 # -- the two device programs -----------------------------------------------------------------------
 
-_prefill = jax.jit(steps.prefill, static_argnames=("cfg", "numerics"), donate_argnames="cache")
-
-
-def advance(
-    params: Params, tables: Tables, running: Running, cache: Cache, sampling: Sampling,
-    limit: jax.Array, cfg: ModelConfig, numerics: Numerics,
-) -> tuple[Sampled, jax.Array, Cache]:  # fmt: skip
-    """Decode until `limit` steps (int32, at most MOST_STEPS) are done or no slot is active.
-
-    One program for every number of steps. Returns (Sampled of [MOST_STEPS, B], emitted
-    [MOST_STEPS, B] bool, cache).
-    """
-    shape = (MOST_STEPS, cache.slots)
-    number = jnp.zeros(shape, jnp.float32)
-    sampled = Sampled(jnp.zeros(shape, jnp.int32), number, number, number)
-
-    def more(carry):
-        done, now, *_ = carry
-        return (done < limit) & jnp.any(now.active)
-
-    def step(carry):
-        done, now, cache, sampled, emitted = carry
-        one, emits, now, cache = steps.decode_many(
-            params, tables, now, cache, sampling, cfg, numerics, steps=1
-        )
-        sampled, emitted = jax.tree.map(
-            lambda all, new: lax.dynamic_update_slice(all, new, (done, 0)),
-            (sampled, emitted),
-            (one, emits),
-        )
-        return done + 1, now, cache, sampled, emitted
-
-    start = (jnp.int32(0), running, cache, sampled, jnp.zeros(shape, bool))
-    _, _, cache, sampled, emitted = lax.while_loop(more, step, start)
-    return sampled, emitted, cache
-
-
-_advance = jax.jit(advance, static_argnames=("cfg", "numerics"), donate_argnames="cache")
+_STATIC = ("cfg", "numerics", "steps")
+_prefill = jax.jit(steps.prefill, static_argnames=_STATIC[:2], donate_argnames="cache")
+_decode = jax.jit(steps.decode_many, static_argnames=_STATIC, donate_argnames="cache")
 
 
 # -- sizes -----------------------------------------------------------------------------------------
@@ -152,7 +111,7 @@ class Batch:
         self._start = time.perf_counter()
         capacity = capacity_for(requests, model.max_length)
         self._cache = caches.init_cache(model.cfg, model.numerics, slots, capacity)
-        self._sampling = _sampling(self._seats)
+        self._sampling = _sampling_of(self._seats)
 
     def run(self) -> Iterator[Update]:
         """Updates until every request has its result."""
@@ -175,19 +134,21 @@ class Batch:
                 self._seats[slot] = _Seat(index, request, transcript, self._elapsed())
                 fresh.append(slot)
         if fresh:
-            self._sampling = _sampling(self._seats)
+            self._sampling = jax.device_put(_sampling_of(self._seats))
         return fresh
 
     def _fill(self, fresh: Sequence[int]) -> Iterator[Update]:
         """Run the prompts of these slots, packed into as few calls as their sizes allow."""
-        rest = [
+        every = [
             (token, slot, position)
             for slot in fresh
             for position, token in enumerate(self._seat(slot).request.tokens)
         ]
-        while rest:
-            size = prefill_rows(len(rest))
-            part, rest = rest[:size], rest[size:]
+        done = 0
+        while done < len(every):
+            size = prefill_rows(len(every) - done)
+            part = every[done : done + size]
+            done += size
             model = self._model
             sampled, self._cache = _prefill(
                 model.params, model.tables, _rows(part, size), self._cache, self._sampling,
@@ -201,10 +162,11 @@ class Batch:
             if complete:
                 emitted = np.zeros((1, len(self._seats)), bool)
                 emitted[0, complete] = True
-                yield from self._accept(jax.tree.map(lambda x: x[None], sampled), emitted)
+                first = jax.tree.map(lambda x: x[None], jax.device_get(sampled))
+                yield from self._accept(first, emitted)
 
     def _advance(self) -> Iterator[Update]:
-        """Some decode steps of all seated slots."""
+        """Some decode steps of all seated slots; fewer where a free slot is waited for."""
         seats, model = self._seats, self._model
         running = Running(
             tokens=jnp.array([s.transcript.tokens[-1] if s else 0 for s in seats], jnp.int32),
@@ -212,29 +174,33 @@ class Batch:
             left=jnp.array([_left(s) if s else 0 for s in seats], jnp.int32),
             stops=jnp.array([self._ends(s) for s in seats], jnp.int32),
         )
-        sampled, emitted, self._cache = _advance(
-            model.params, model.tables, running, self._cache, self._sampling,
-            jnp.asarray(np.int32(self._limit)), model.cfg, model.numerics,
+        sampled, emitted, _, self._cache = _decode(
+            model.params, model.tables, running, self._cache, self._sampling, model.cfg,
+            model.numerics, steps=MOST_STEPS, limit=np.int32(self._limit),
+            leave=np.bool_(bool(self._waiting)),
         )  # fmt: skip
         self._limit = min(2 * self._limit, MOST_STEPS)
-        yield from self._accept(sampled, np.asarray(emitted))
+        yield from self._accept(*jax.device_get((sampled, emitted)))
 
     def _accept(self, sampled: Sampled, emitted: np.ndarray) -> Iterator[Update]:
         """Hand the emitted tokens [steps, B] to their seats; a finished seat is given up."""
-        sampled = jax.device_get(sampled)
         for slot in np.flatnonzero(emitted.any(axis=0)).tolist():
             seat, text = self._seat(slot), ""
             for step in np.flatnonzero(emitted[:, slot]).tolist():
-                raw = float(sampled.logprob_raw[step, slot])
-                if math.isnan(raw):
+                numbers = [
+                    float(x[step, slot])
+                    for x in (sampled.logprob_raw, sampled.logprob_processed, sampled.kept_mass)
+                ]
+                if not all(map(math.isfinite, numbers)):
                     raise FloatingPointError(
                         f"request {seat.request.id!r}: the log-probability of token "
-                        f"{len(seat.raw)} is not a number; are the weights damaged?"
+                        f"{len(seat.raw)} is not finite (raw {numbers[0]}, processed "
+                        f"{numbers[1]}, kept mass {numbers[2]}); are the weights damaged?"
                     )
                 text += seat.transcript.push(int(sampled.token[step, slot]))
-                seat.raw.append(raw)
-                seat.processed.append(float(sampled.logprob_processed[step, slot]))
-                seat.kept.append(float(sampled.kept_mass[step, slot]))
+                seat.raw.append(numbers[0])
+                seat.processed.append(numbers[1])
+                seat.kept.append(numbers[2])
                 if seat.transcript.finished:
                     break
             now = self._elapsed()
@@ -276,7 +242,7 @@ def _rows(part: Sequence[tuple[int, int, int]], size: int) -> Rows:
     return Rows(tokens, slots, positions, image=jnp.asarray(np.zeros(size, bool)))
 
 
-def _sampling(seats: Sequence[_Seat | None]) -> Sampling:
+def _sampling_of(seats: Sequence[_Seat | None]) -> Sampling:
     """Sampling parameters of every slot; an empty one is greedy, which costs nothing."""
     options = [seat.request.options if seat else None for seat in seats]
     return sampling.make_sampling(

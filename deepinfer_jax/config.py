@@ -1,8 +1,7 @@
 """Configuration of the model: what `config.json` says, typed and validated, and its layer roles.
 
 Three kinds of configuration are never mixed: `ModelConfig` (from the checkpoint), `Numerics` (what
-fixes the bits, see `numerics`), and the sizes of caches and batches (which must never change a
-result).
+fixes the bits, see `numerics`), and the sizes of caches and batches (which change no result).
 """
 
 from __future__ import annotations

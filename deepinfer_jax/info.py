@@ -80,6 +80,7 @@ class Info:
 
     @property
     def kv_bytes_per_token(self) -> float:
+        """Bytes of global KV that a token adds: compressed KV and index keys."""
         return self.main_kv_bytes + self.index_key_bytes
 
 

@@ -13,6 +13,7 @@ import tokenizers
 
 from deepinfer_jax import checkpoint, resources, text
 from deepinfer_jax.config import ModelConfig
+from deepinfer_jax.model import engram
 from deepinfer_jax.numerics import Numerics, rows_for, startup
 from deepinfer_jax.params import Params, decode, decoded_bytes
 from deepinfer_jax.tables import Tables, make_tables
@@ -81,6 +82,7 @@ def load(
     if numerics is None:
         numerics = Numerics.native(cfg.quantized, rows_for(jax.default_backend()))
     startup.check(numerics, surroundings())
+    _check_engram(folder, cfg)
     tokenizer = open_tokenizer(folder, cfg)
     tables = make_tables(cfg, _token_map(folder, cfg), length)
     return Model(
@@ -101,6 +103,14 @@ def surroundings() -> startup.Surroundings:
         matmul_precision=jax.config.read("jax_default_matmul_precision"),
         x64=jax.config.read("jax_enable_x64"),
     )
+
+
+def _check_engram(folder: Path, cfg: ModelConfig) -> None:
+    """Refuse Engram sizes that no hashing fits, which would come to light while tracing."""
+    try:
+        engram.hash_constants(cfg)
+    except ValueError as error:
+        raise ValueError(f"{folder / 'config.json'}: {error}") from None
 
 
 def _in_memory(params: Params, cfg: ModelConfig, weights: str) -> Params:

@@ -2,8 +2,7 @@
 
 `abstract(cfg)` is a tree of `Spec`; random weights, shardings, checkpoint reading and writing are
 all derived from it. Layers are stacked: a leaf under `layers` has a leading axis over backbone
-layers, routed experts one more over experts, so that a layer loop indexes one stack and never
-copies it.
+layers, routed experts one more over experts, so that a loop indexes one stack without copying it.
 """
 
 from __future__ import annotations
@@ -456,6 +455,7 @@ class Census:
 
     @property
     def total_bytes(self) -> int:
+        """Stored bytes of all tensors together."""
         return sum(self.bytes_by_storage.values())
 
 

@@ -56,8 +56,6 @@ def make_requests(
         )
     prompts = list(prompts)
     places = [f"prompts[{i}]" for i in range(len(prompts))] if places is None else places
-    if not prompts:
-        raise ValueError("prompts is empty: give at least one")
     requests, seen = [], {}
     for index, (prompt, place) in enumerate(zip(prompts, places, strict=True)):
         try:
@@ -91,8 +89,10 @@ def _request(prompt: Any, index: int, options: Options, tokenizer: Tokenizer) ->
     own = dataclasses.replace(options, **overrides)
     seed = own.seed if "seed" in given else request_seed(own.seed, name)
     form = forms[0]
-    tokens = _tokens(form, given[form], {k: given[k] for k in _CHAT if k in given}, own, tokenizer)
-    return Request(name, given[form], tokens, seed, own)
+    chat = {key: given[key] for key in _CHAT if key in given}
+    tokens = _tokens(form, given[form], chat, own, tokenizer)
+    # Token ids as a tuple: a NumPy array would make `Result.__eq__` ambiguous.
+    return Request(name, tokens if form == "tokens" else given[form], tokens, seed, own, chat)
 
 
 def _form(prompt: Any) -> str:
@@ -171,7 +171,7 @@ def read_prompt_lines(name: str, lines: Iterable[str]) -> tuple[list[Mapping[str
             continue
         try:
             value = json.loads(line, object_pairs_hook=_once)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{name}:{number}: broken JSON: {error}") from None
         if not isinstance(value, Mapping):
             raise ValueError(

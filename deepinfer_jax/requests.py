@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import html
-from collections.abc import Sequence
+import numbers
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from deepinfer_jax import sampling
@@ -42,6 +43,8 @@ class Options:
     def __post_init__(self) -> None:
         _integer("max_tokens", self.max_tokens, 1, 2**31)
         _integer("seed", self.seed, 0, 2**64)
+        for name in ("temperature", "top_p", "top_k", "min_p"):
+            _number(name, getattr(self, name))
         try:
             sampling.make_sampling(
                 1, self.temperature, self.top_p, self.top_k, self.min_p, seeds=[self.seed]
@@ -69,6 +72,12 @@ class Options:
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
 
 
+def _number(name: str, value: object) -> None:
+    """One number, of Python or NumPy: `make_sampling` would take a list of them as well."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{name} must be a number, got {value!r}")
+
+
 def _integer(name: str, value: object, low: int, end: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name} must be an integer, got {value!r}")
@@ -80,7 +89,8 @@ def _integer(name: str, value: object, low: int, end: int) -> None:
 class Request:
     """A prompt as token ids, with the options of its reply and its own noise seed.
 
-    `id` names it in results; `prompt` is what the caller gave.
+    `id` names it in results; `prompt` is what the caller gave, token ids as a tuple; `chat` holds
+    the `tools` and `schema` that were rendered with it.
     """
 
     id: str | int
@@ -88,6 +98,7 @@ class Request:
     tokens: tuple[int, ...]
     seed: int
     options: Options
+    chat: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

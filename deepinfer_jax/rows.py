@@ -22,7 +22,7 @@ class Rows:
     """T rows.
 
     tokens      [T] int32
-    slots       [T] int32; -1 marks a padding row, which reads and writes nothing
+    slots       [T] int32; -1 marks a padding row: it writes nothing, its results mean nothing
     positions   [T] int32, absolute, from 0
     image       [T] bool: inside an image span, delimiters included
     embeddings  [T, D] replacing the token embedding where `image`, or None for text
@@ -51,14 +51,13 @@ def text_rows(tokens: jax.Array, slots: jax.Array, positions: jax.Array) -> Rows
     )
 
 
-def batch_rows(tokens: jax.Array, lengths: jax.Array, start: jax.Array | None = None) -> Rows:
-    """Rows of a right-padded batch tokens [B, S]: lengths[b] tokens of row b from start[b]."""
+def batch_rows(tokens: jax.Array, lengths: jax.Array) -> Rows:
+    """Rows of a right-padded batch tokens [B, S]: lengths[b] tokens of row b, from position 0."""
     tokens = jnp.asarray(tokens, jnp.int32)
     b, s = tokens.shape
     offset = jnp.arange(s, dtype=jnp.int32)[None, :]
-    first = jnp.zeros((b, 1), jnp.int32) if start is None else start[:, None].astype(jnp.int32)
     slots = jnp.where(offset < lengths[:, None], jnp.arange(b, dtype=jnp.int32)[:, None], -1)
-    positions = jnp.where(slots >= 0, first + offset, 0)
+    positions = jnp.where(slots >= 0, offset, 0)
     return text_rows(tokens.reshape(-1), slots.reshape(-1), positions.reshape(-1))
 
 

@@ -55,10 +55,12 @@ class Tensor:
 
     @property
     def dtype(self) -> np.dtype:
+        """The NumPy type of one element as it is stored."""
         return DTYPES[self.storage]
 
     @property
     def nbytes(self) -> int:
+        """Bytes of the tensor, from its shape."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 

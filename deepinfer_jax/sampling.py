@@ -185,14 +185,16 @@ def gumbel(seed: Array, index: Array, token_ids: Array, stream: int = TOKEN) -> 
     return numerics.pin(-jnp.log(-jnp.log1p(-uniform)))
 
 
-def logprob(logits: Array, token: Array) -> jax.Array:
+def logprob(logits: Array, token: Array, norm: Array | None = None) -> jax.Array:
     """Log-probability of `token` [...] under `logits` [..., V], in float32.
 
     Gather, cast, minus logsumexp: the three steps a trainer takes, in its order (log(softmax)
     changes the last bit of about 3 % of the entries). The only log-prob formula of the package.
+    `norm` [...] is the log-sum-exp where the caller has it already.
     """
     picked = jnp.take_along_axis(logits, token[..., None], axis=-1)[..., 0]
-    return picked.astype(jnp.float32) - numerics.logsumexp(logits.astype(jnp.float32))
+    whole = numerics.logsumexp(logits.astype(jnp.float32)) if norm is None else jnp.asarray(norm)
+    return picked.astype(jnp.float32) - whole
 
 
 @jax.named_scope("transform")
@@ -258,10 +260,36 @@ def sample(logits: Array, sampling: Sampling, index: Array, mask: Array | None =
     [T, V] bool as in `transform`. At temperature 1 without mask and truncation the two
     log-probabilities are the same bits.
     """
+    odds = _odds(logits, sampling, mask)
+    token = choose(odds.survivors - odds.norm[..., None], sampling.seed, index)
+    return _judge(logits, token, odds, sampling)
+
+
+@jax.named_scope("judge")
+def judge(logits: Array, token: Array, sampling: Sampling, mask: Array | None = None) -> Sampled:
+    """What `sample` says of `token` [T] had it drawn it from `logits` [T, V], in every bit.
+
+    For trainers: the sampler's numbers of a given token. A token that truncation removed has
+    `logprob_processed` -inf. Differentiable; which tokens survive carries no gradient.
+    """
+    return _judge(logits, token, _odds(logits, sampling, mask), sampling)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Odds:
+    """scaled [T, V]: logits over temperature; survivors: -inf where removed; norm and whole [T]:
+    the log-sum-exp of the survivors and of everything.
+    """
+
+    scaled: jax.Array
+    survivors: jax.Array
+    norm: jax.Array
+    whole: jax.Array
+
+
+def _odds(logits: Array, sampling: Sampling, mask: Array | None) -> _Odds:
     scaled, survivors = _survivors(logits, sampling, mask)
     norm = numerics.logsumexp(survivors)
-    logp = survivors - norm[..., None]
-    token = choose(logp, sampling.seed, index)
     whole = lax.cond(
         jnp.any(_truncates(sampling)) if mask is None else True,
         lambda scaled, norm: numerics.logsumexp(scaled),
@@ -269,11 +297,15 @@ def sample(logits: Array, sampling: Sampling, index: Array, mask: Array | None =
         scaled,
         norm,
     )
-    kept = jnp.minimum(jnp.exp((norm - whole)[..., None])[..., 0], 1.0)
+    return _Odds(scaled, survivors, norm, whole)
+
+
+def _judge(logits: Array, token: Array, odds: _Odds, sampling: Sampling) -> Sampled:
+    kept = jnp.minimum(jnp.exp((odds.norm - odds.whole)[..., None])[..., 0], 1.0)
     return Sampled(
-        token=token,
+        token=jnp.asarray(token),
         logprob_raw=logprob(logits, token),
-        logprob_processed=jnp.take_along_axis(logp, token[..., None], axis=-1)[..., 0],
+        logprob_processed=logprob(odds.survivors, token, odds.norm),
         kept_mass=jnp.where(_greedy(sampling), 1.0, kept),
     )
 

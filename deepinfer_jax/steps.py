@@ -1,8 +1,9 @@
 """The transitions: state in, state out. Everything that generates or scores is made of these.
 
-`prefill` and `decode` advance sequences and sample; `decode_many` keeps a batch on the device for
+`prefill` and `decode` advance sequences and sample; `verify` feeds several tokens of each at once
+and `speculate` drafts, verifies and commits a round; `decode_many` keeps a batch on the device for
 several steps; `score` recomputes log-probabilities without a cache, for trainers. All are pure,
-take arrays as arguments and can be jitted with `cfg`, `numerics` and the other keywords static.
+take arrays as arguments and can be jitted with `cfg`, `numerics` and the sizes static.
 """
 
 from __future__ import annotations
@@ -77,6 +78,22 @@ def last_rows(rows: Rows, slots: int) -> jax.Array:
     return jnp.zeros((slots,), jnp.int32).at[target].max(number, mode="drop")
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Running:
+    """A batch between decode steps.
+
+    tokens [B]: newest token of each slot, not yet in the cache; active [B]: slots that take part;
+    left [B]: tokens each slot may still emit; stops [B, S]: token ids that end a slot (-1: none),
+    emitted as its last token.
+    """
+
+    tokens: jax.Array
+    active: jax.Array
+    left: jax.Array
+    stops: jax.Array
+
+
 def decode(
     params: Any, tables: Tables, tokens: jax.Array, active: jax.Array, cache: Cache,
     sampling: Sampling, cfg: ModelConfig, numerics: Numerics,
@@ -86,103 +103,220 @@ def decode(
     tokens [B]: the newest token of each slot, not yet in the cache; active [B] bool: slots that
     take part, the others are left as they are and sample something arbitrary.
     """
-    slots = jnp.where(active, jnp.arange(cache.slots, dtype=jnp.int32), -1)
-    positions = jnp.where(active, cache.lengths, 0)
-    rows = row_sets.text_rows(tokens, slots, positions)
-    hidden, cache = extend(params, tables, rows, cache, cfg, numerics)
-    logits = head.logits(params, hidden.output, numerics)
-    sampled = samplers.sample(logits, sampling, positions + 1)
+    none = jnp.zeros((cache.slots, 0), jnp.int32)
+    judged, cache = verify(
+        params, tables, tokens, none, jnp.zeros_like(tokens), active, cache, sampling, cfg, numerics
+    )
     lengths = cache.lengths + active.astype(jnp.int32)
+    sampled = jax.tree.map(lambda x: x[:, 0], judged)
     return sampled, dataclasses.replace(cache, lengths=lengths)
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Running:
-    """A batch between decode steps.
+def verify(
+    params: Any, tables: Tables, tokens: jax.Array, drafts: jax.Array, scheduled: jax.Array,
+    active: jax.Array, cache: Cache, sampling: Sampling, cfg: ModelConfig, numerics: Numerics,
+) -> tuple[Sampled, Cache]:  # fmt: skip
+    """Feed each slot its newest token and some drafts, and sample after every one of them.
 
-    tokens [B]: newest token of each slot; active [B]; left [B]: tokens each slot may still emit;
-    stops [B, S]: token ids that end a slot (-1: none), emitted as its last token.
+    Args:
+      tokens: [B] the newest token of each slot, not yet in the cache.
+      drafts: [B, N] proposals for the positions that follow; N may be 0.
+      scheduled: [B] how many of a slot's drafts to verify, 0..N.
+      active: [B] bool; other slots have no rows.
+
+    Returns:
+      (Sampled of [B, N + 1], cache). Entry j is the target's own choice after draft j, right if
+      drafts 1..j are what was chosen before them; entries beyond `scheduled` are arbitrary. Lengths
+      are left alone: the caller decides how many rows count (engine spec 1.1).
     """
+    n = drafts.shape[1]
+    offset = jnp.arange(n + 1, dtype=jnp.int32)[None, :]
+    fed = jnp.concatenate([tokens[:, None], drafts], axis=1)
+    real = active[:, None] & (offset <= scheduled[:, None])
+    slots = jnp.where(real, jnp.arange(cache.slots, dtype=jnp.int32)[:, None], -1)
+    positions = jnp.where(real, cache.lengths[:, None] + offset, 0)
+    rows = row_sets.text_rows(fed.reshape(-1), slots.reshape(-1), positions.reshape(-1))
+    hidden, cache = extend(params, tables, rows, cache, cfg, numerics)
+    logits = head.logits(params, hidden.output, numerics)
+    each = jax.tree.map(lambda x: jnp.repeat(x, n + 1, axis=0), sampling)
+    sampled = samplers.sample(logits, each, rows.positions + 1)
+    return jax.tree.map(lambda x: x.reshape(-1, n + 1), sampled), cache
 
-    tokens: jax.Array
-    active: jax.Array
-    left: jax.Array
-    stops: jax.Array
+
+def propose(
+    params: Any, tables: Tables, running: Running, cache: Cache, sampling: Sampling,
+    cfg: ModelConfig, numerics: Numerics, *, size: int,
+) -> draft.Draft:  # fmt: skip
+    """`size` drafts after each slot's newest token, drawn with the target's own noise."""
+    slots = jnp.where(running.active, jnp.arange(cache.slots, dtype=jnp.int32), -1)
+
+    def pick(logits, position):
+        return samplers.sample(logits, sampling, position).token
+
+    return draft.draft(
+        params, tables, cache, slots, cache.lengths, running.tokens, pick, cfg, numerics, size
+    )
+
+
+def speculate(
+    params: Any, tables: Tables, running: Running, cache: Cache, sampling: Sampling,
+    scheduled: jax.Array, cfg: ModelConfig, numerics: Numerics, *, size: int,
+) -> tuple[Sampled, jax.Array, Running, Cache]:  # fmt: skip
+    """One round of every active slot: draft `size` tokens, verify `scheduled` [B] of them, commit.
+
+    Returns (Sampled of [B, size + 1], emitted [B, size + 1] bool, running, cache). What is emitted
+    does not depend on `size` or `scheduled`, only how much of it at once: a draft is accepted
+    exactly when it is the token that the target chooses there (engine spec 1.7). A slot stops after
+    a stop token or when nothing is left. With `size` 0 nothing is drafted: a plain decode step.
+    """
+    if size:
+        made = propose(params, tables, running, cache, sampling, cfg, numerics, size=size)
+        drafts = made.tokens
+    else:
+        drafts = jnp.zeros((cache.slots, 0), jnp.int32)
+    judged, cache = verify(
+        params, tables, running.tokens, drafts, scheduled, running.active, cache, sampling, cfg,
+        numerics,
+    )  # fmt: skip
+    right = samplers.accepted(judged.token, drafts, scheduled)
+    emitted, running, count = _commit(running, judged.token, right)
+    cache = dataclasses.replace(cache, lengths=cache.lengths + count)
+    return judged, emitted, running, cache
+
+
+def _commit(
+    running: Running, tokens: jax.Array, right: jax.Array
+) -> tuple[jax.Array, Running, jax.Array]:
+    """Emit tokens [B, N + 1] up to the one after `right` [B] accepted drafts: (emitted, running,
+    number emitted [B]).
+    """
+    offset = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :]
+    stopping = jnp.any(tokens[:, :, None] == running.stops[:, None, :], axis=2)
+    before = jnp.cumsum(stopping, axis=1, dtype=jnp.int32) - stopping.astype(jnp.int32)
+    emitted = (offset <= right[:, None]) & (before == 0) & (offset < running.left[:, None])
+    emitted = emitted & running.active[:, None]
+    count = jnp.count_nonzero(emitted, axis=1).astype(jnp.int32)
+    last = jnp.maximum(count - 1, 0)[:, None]
+    newest = jnp.take_along_axis(tokens, last, axis=1)[:, 0]
+    stopped = jnp.any(emitted & stopping, axis=1)
+    left = running.left - count
+    after = Running(
+        tokens=jnp.where(running.active, newest, running.tokens),
+        active=running.active & ~stopped & (left > 0),
+        left=left,
+        stops=running.stops,
+    )
+    return emitted, after, count
 
 
 def decode_many(
     params: Any, tables: Tables, running: Running, cache: Cache, sampling: Sampling,
-    cfg: ModelConfig, numerics: Numerics, *, steps: int,
+    cfg: ModelConfig, numerics: Numerics, *, steps: int, limit: jax.Array | None = None,
+    leave: jax.Array | None = None,
 ) -> tuple[Sampled, jax.Array, Running, Cache]:  # fmt: skip
-    """`steps` decode steps without returning to the host.
+    """Up to `steps` decode steps without returning to the host.
+
+    Args:
+      steps: most steps, the length of the results.
+      limit: int32 scalar, fewer steps of the same program; default `steps`.
+      leave: bool scalar, return as soon as a slot stops (somebody waits for it); default False.
 
     Returns (Sampled of [steps, B], emitted [steps, B] bool, running, cache). A slot stops after a
-    stop token or when nothing is left; what it samples afterwards is marked not emitted.
+    stop token or when nothing is left; entries that are not emitted are arbitrary.
     """
+    shape = (steps, cache.slots)
+    number = jnp.zeros(shape, jnp.float32)
+    nothing = Sampled(jnp.zeros(shape, jnp.int32), number, number, number)
+    none = jnp.zeros((cache.slots,), jnp.int32)
+    limit = jnp.int32(steps) if limit is None else limit
+    leave = jnp.asarray(False) if leave is None else leave
+    started = running.active
 
-    def step(carry, _):
-        now, cache = carry
-        sampled, cache = decode(
-            params, tables, now.tokens, now.active, cache, sampling, cfg, numerics
-        )
-        left = now.left - now.active.astype(jnp.int32)
-        stopped = jnp.any(sampled.token[:, None] == now.stops, axis=1)
-        after = Running(
-            tokens=jnp.where(now.active, sampled.token, now.tokens),
-            active=now.active & ~stopped & (left > 0),
-            left=left,
-            stops=now.stops,
-        )
-        return (after, cache), (sampled, now.active)
+    def more(carry):
+        done, now, *_ = carry
+        stopped = jnp.any(started & ~now.active)
+        return (done < limit) & jnp.any(now.active) & ~(leave & stopped)
 
-    (running, cache), (sampled, emitted) = lax.scan(step, (running, cache), length=steps)
+    def step(carry):
+        done, now, cache, sampled, emitted = carry
+        judged, emits, now, cache = speculate(
+            params, tables, now, cache, sampling, none, cfg, numerics, size=0
+        )
+        sampled, emitted = jax.tree.map(
+            lambda all, new: lax.dynamic_update_slice(all, new.T, (done, 0)),
+            (sampled, emitted),
+            (judged, emits),
+        )
+        return done + 1, now, cache, sampled, emitted
+
+    carry = (jnp.int32(0), running, cache, nothing, jnp.zeros(shape, bool))
+    _, running, cache, sampled, emitted = lax.while_loop(more, step, carry)
     return sampled, emitted, running, cache
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Scores:
-    """raw [B, S-1]: log-probability at temperature 1 of token i+1 given tokens 0..i; routed
-    [L, B, S, k]: experts of every token. Entries at or beyond a row's length are arbitrary.
+    """What the sampler saw of tokens [B, S]; entries at or beyond a row's length are arbitrary.
+
+    raw, processed, kept_mass [B, S-1] float32: of token i+1 given tokens 0..i, as in `Sampled`.
+    routed [L, B, S, k]: experts of every token, best first.
     """
 
     raw: jax.Array
+    processed: jax.Array
+    kept_mass: jax.Array
     routed: jax.Array
 
 
 def score(
     params: Any, tables: Tables, tokens: jax.Array, lengths: jax.Array, cfg: ModelConfig,
-    numerics: Numerics, *, remat: bool = False,
+    numerics: Numerics, *, sampling: Sampling | None = None, remat: bool = False,
 ) -> Scores:  # fmt: skip
     """Log-probabilities of tokens [B, S] (right-padded, lengths [B]): what the sampler saw.
 
-    No cache; differentiable in `params` when they are plain floats. The values are the sampler's
-    `logprob_raw` in every bit, whatever the batch, the padding and the prefill and decode schedule.
+    sampling: parameters of the B sequences; None is temperature 1 without truncation, where
+    `processed` equals `raw`. No cache; differentiable in `params` when they are plain floats. The
+    values are the sampler's in every bit, whatever the batch, the padding and the prefill, decode
+    and draft schedule.
     """
     b, s = tokens.shape
     rows = row_sets.batch_rows(tokens, lengths)
     hidden, _ = forward(params, tables, rows, None, cfg, numerics, length=s, remat=remat)
     following = jnp.concatenate([tokens[:, 1:], tokens[:, :1]], axis=1).reshape(-1)
-    raw = _row_logprobs(params, hidden.output, following, numerics)
-    return Scores(
-        raw.reshape(b, s)[:, :-1], hidden.routed.reshape(-1, b, s, hidden.routed.shape[-1])
-    )
+    each = None
+    if sampling is not None:
+        each = jax.tree.map(lambda x: jnp.repeat(jnp.asarray(x), s, axis=0), sampling)
+    seen = _judge_rows(params, hidden.output, following, each, numerics)
+    raw, processed, kept = (x.reshape(b, s)[:, :-1] for x in seen)
+    routed = hidden.routed.reshape(-1, b, s, hidden.routed.shape[-1])
+    return Scores(raw, processed, kept, routed)
 
 
-def _row_logprobs(
-    params: Any, output: jax.Array, tokens: jax.Array, numerics: Numerics
-) -> jax.Array:
-    """Log-probability of one token per row, in blocks of rows so that few logits exist at once."""
+def _judge_rows(
+    params: Any, output: jax.Array, tokens: jax.Array, sampling: Sampling | None,
+    numerics: Numerics,
+) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
+    """(raw, processed, kept mass) of one token per row, in blocks of rows so that few logits exist
+    at once.
+    """
     count = output.shape[0]
     block = min(SCORE_ROWS, count)
     pad = -count % block
 
     @jax.checkpoint
     def one(part):
-        x, token = part
-        return samplers.logprob(head.logits(params, x, numerics), token)
+        x, token, sampling = part
+        logits = head.logits(params, x, numerics)
+        if sampling is None:
+            raw = samplers.logprob(logits, token)
+            return raw, raw, jnp.ones_like(raw)
+        seen = samplers.judge(logits, token, sampling)
+        return seen.logprob_raw, seen.logprob_processed, seen.kept_mass
 
-    parts = (jnp.pad(output, ((0, pad), (0, 0))), jnp.pad(tokens, (0, pad)))
-    parts = jax.tree.map(lambda a: a.reshape(-1, block, *a.shape[1:]), parts)
-    return lax.map(one, parts).reshape(-1)[:count]
+    def blocks(x):
+        padded = jnp.pad(x, [(0, pad)] + [(0, 0)] * (x.ndim - 1))
+        return padded.reshape(-1, block, *x.shape[1:])
+
+    parts = jax.tree.map(blocks, (output, tokens, sampling))
+    return jax.tree.map(lambda x: x.reshape(-1)[:count], lax.map(one, parts))

@@ -12,8 +12,7 @@ import numpy as np
 from deepinfer_jax.config import ModelConfig
 
 # Exact float32 bit patterns of the released frequencies (model spec 22): libraries differ in the
-# last
-# bits of the powers, and one unit moves the angle of a far token by up to 0.06 rad.
+# last bits of the powers, and one unit moves the angle of a far token by up to 0.06 rad.
 _BASE_BITS = """
 3f800000 3f3ff911 3f0ff59a 3ed7e89b 3ea1e89b 3e72d423 3e361887 3e088d77 3dcccccd 3d99940d 3d6655c2
 3d2cba15 3d0186e3 3cc2434f 3c91ad39 3c5a7bf2 3c23d70a 3bf5b9b0 3bb8449c 3b8a2e77 3b4f3e38 3b1b690d
@@ -95,8 +94,8 @@ def rotation(frequency: np.ndarray, length: int) -> Rotation:
 def make_tables(cfg: ModelConfig, token_map: np.ndarray | None, length: int) -> Tables:
     """Tables for positions below `length`; `token_map` is the compressed id of every token id.
 
-    Raises ValueError when the map does not fit the config: the hashes of every Engram row depend on
-    it.
+    Raises ValueError when the map does not fit the config (the hashes of every Engram row depend on
+    it), or the model has no such positions.
     """
     if length < 1 or length > cfg.max_position_embeddings:
         raise ValueError(

@@ -137,10 +137,12 @@ def _check_candidates(cfg: Any) -> None:
     _require(not later, f"no kv source may follow the candidate source {source}, got {later}")
     for name in ("candidate_topk_blocks", "candidate_block_size"):
         _require(getattr(cfg, name) > 0, f"{name} must be positive, got {getattr(cfg, name)}")
-    pool = cfg.candidate_topk_blocks * cfg.candidate_block_size
+    # The newest block is always kept and may hold one visible entry; the others are full.
+    pool = (cfg.candidate_topk_blocks - 1) * cfg.candidate_block_size + 1
     _require(
         pool >= cfg.index_topk,
-        f"candidate pool {pool} (blocks x size) must be at least index_topk={cfg.index_topk}",
+        f"candidate pool {pool} ((candidate_topk_blocks - 1) x candidate_block_size + 1, the "
+        f"newest block just begun) must be at least index_topk={cfg.index_topk}",
     )
 
 

@@ -42,8 +42,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """One compilation cache for this run: made here, shared by all workers, removed at the end."""
-    shared = getattr(config, "workerinput", {}).get("compilation_cache")
+    """One compilation cache for this run, shared by all workers.
+
+    $JAX_COMPILATION_CACHE_DIR if it is set; otherwise made here and removed at the end.
+    """
+    shared = jax.config.values["jax_compilation_cache_dir"]
+    if shared is None:
+        shared = getattr(config, "workerinput", {}).get("compilation_cache")
     if shared is None:
         shared = config.stash[_CACHE] = tempfile.mkdtemp(prefix="deepinfer-jax-tests-")
     jax.config.update("jax_compilation_cache_dir", shared)
@@ -54,7 +59,7 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node) -> None:
     """Tell a worker of pytest-xdist where the run's compilation cache is."""
-    node.workerinput["compilation_cache"] = node.config.stash[_CACHE]
+    node.workerinput["compilation_cache"] = node.config.stash.get(_CACHE, None)
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

@@ -174,12 +174,17 @@ def _step(params, made, rows, following, prompts, cache, cfg, numerics, replay):
     return seen, cache
 
 
-def untiled(params, made, rows, following, prompts, cache, cfg, numerics, replay):
-    """`_step` under another name, for a program that must not share its compilation."""
-    return _step(params, made, rows, following, prompts, cache, cfg, numerics, replay)
+def compiled(options: dict[str, Any] | None = None) -> Any:
+    """A new compilation of the step, shared with nothing that came before."""
+
+    def fresh(params, made, rows, following, prompts, cache, cfg, numerics, replay):
+        return _step(params, made, rows, following, prompts, cache, cfg, numerics, replay)
+
+    names = ("cfg", "numerics", "replay")
+    return jax.jit(fresh, static_argnames=names, compiler_options=options)
 
 
-step = jax.jit(_step, static_argnames=("cfg", "numerics", "replay"))
+step = compiled()
 
 
 def _drafts(params, made, cache, slots, positions, anchors, cfg, numerics):

@@ -36,16 +36,17 @@ ORDER = (
     "batching",
     "generation",
     "engine",
+    "rl",
     "",
     "training",
     "cli",
     "__main__",
 )
-SUMS_ALLOWED = ("numerics", "training")
+SUMS_ALLOWED = ("numerics", "training", "rl")
 ENVIRONMENT_ALLOWED = ("loading", "cli", "__main__")
 NAMELESS = {"utils", "util", "common", "misc", "helpers"}
 FILE_LINES = 500
-FUNCTION_LINES = 60
+FUNCTION_LINES = 50
 
 _SUMS = {
     "jax.numpy": "sum nansum mean nanmean average std nanstd var nanvar cumsum nancumsum "

@@ -12,9 +12,11 @@ from hypothesis import given
 
 import deepinfer_jax as di
 from deepinfer_jax import cli, generation, loading
-from deepinfer_jax.cli import compiled, records
+from deepinfer_jax.cli import compiled, generating, records
 from deepinfer_jax.cli.progress import Progress
-from deepinfer_jax.requests import Result, Timing
+from deepinfer_jax.config import ModelConfig
+from deepinfer_jax.prompts import make_requests
+from deepinfer_jax.requests import Options, Result, Timing
 from tests import tiny_model
 
 PROMPTS = [
@@ -79,6 +81,10 @@ def test_many_prompts_give_lines_that_hold_the_results(capsys, prompt_file):
         timing = Timing(**line.pop("timing"))
         assert timing.admitted_s <= timing.first_token_s <= timing.finished_s
         assert line.pop("index") == index
+        assert line.pop("model") == str(tiny_model.folder())
+        given = {"max_tokens": 8, "temperature": 1.0, **PROMPTS[index]}
+        options = line.pop("options")
+        assert all(options[name] == given[name] for name in ("max_tokens", "temperature"))
         for key, value in line.items():
             given = getattr(result, key)
             assert value == (list(given) if isinstance(given, tuple) else given)
@@ -106,6 +112,14 @@ def test_a_run_is_taken_up_where_it_stopped(capsys, tmp_path, prompt_file):
     assert "nothing is missing" in capsys.readouterr().err
 
 
+def test_prompts_from_standard_input_are_utf8(capsys, monkeypatch):
+    """Whatever the terminal's encoding: a wrong guess would change prompts in silence."""
+    data = io.BytesIO("\ufeff{}\n".encode() + '{"prompt": "é"}\n'.encode())
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(data, encoding="latin-1"))
+    args = cli._parser().parse_args(["generate", "--prompts", "-"])
+    assert generating._prompts(args)[0] == [{}, {"prompt": "é"}]
+
+
 def result(index):
     timing = Timing(0.0, 0.0, 0.0)
     return Result(
@@ -113,10 +127,23 @@ def result(index):
     )
 
 
+ASKED = [{"model": "m", "prompt": "é", "options": {}}] * 6
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "latin-1", "ascii"])
+def test_lines_can_be_written_in_any_encoding(encoding):
+    data = io.BytesIO()
+    stream = io.TextIOWrapper(data, encoding=encoding)
+    records.Lines(stream, ASKED, in_order=False, indices=[0]).write(result(0), 0)
+    (line,) = lines_of(data.getvalue().decode(encoding))
+    assert (line["text"], line["prompt"]) == ("t\u20280", "é")
+    assert ("é".encode() in data.getvalue()) == (encoding == "utf-8")
+
+
 @given(order=st.permutations(range(6)), written=st.integers(0, 6))
 def test_lines_in_order_wait_for_those_before_and_are_never_lost(order, written):
     stream = io.StringIO()
-    lines = records.Lines(stream, in_order=True, indices=range(6))
+    lines = records.Lines(stream, ASKED, in_order=True, indices=range(6))
     for index in order[:written]:
         lines.write(result(index), index)
         found = [line["index"] for line in lines_of(stream.getvalue())]
@@ -234,6 +261,13 @@ def test_bad_arguments(refused, args, message):
         (b'{"prompt": "a", "temperature": NaN}\n', ":1: temperature must be finite"),
         (b'{"prompt": "a", "max_tokens": 5000}\n', ":1: the prompt has 5 tokens"),
         (b'{"prompt": "a", "id": 1}\n{"prompt": "a", "id": "1"}\n', ":2: id '1' is also that of"),
+        (b'{"prompt": "a", "tools": "abc"}\n', ":1: tools must be a list of mappings, got 'abc'"),
+        (b'{"prompt": "a", "schema": [1]}\n', ":1: schema must be a mapping, got [1]"),
+        (
+            b'{"messages": [{"role": "assistant", "tool_calls": ["x"]}]}\n',
+            ":1: messages[0].tool_calls[0] must be a mapping, got 'x'",
+        ),
+        (b'{"prompt": "a", "temperature": [0.5]}\n', ":1: temperature must be a number"),
         (b'{"prompt": "\xff"}\n', "is not UTF-8"),
     ],
 )
@@ -249,10 +283,96 @@ def test_results_are_not_written_over(refused, tmp_path):
     out = tmp_path / "out.jsonl"
     out.write_text('{"id": 0, "seed": 1}\n')
     assert "holds results already: add --resume" in refused("a", "--out", out)
-    assert "id '0' with seed 1 is not of this run" in refused("a", "--out", out, "--resume")
-    out.write_text("notes\n")
-    assert "out.jsonl:1 is not a result" in refused("a", "--out", out, "--resume")
-    assert out.read_text() == "notes\n"
+    out.write_text('{"id": 1, "seed": 1}\n')
+    assert "out.jsonl:1: id '1' is not of this run" in refused("a", "--out", out, "--resume")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("notes\n", "out.jsonl:1 is not a result"),
+        ("notes", "out.jsonl holds no results"),
+        ('{"name": "x"}', "out.jsonl holds no results"),
+        ('notes\n{"id": 0', "out.jsonl:1 is not a result"),
+        ("[" * 100_000 + "\n", "out.jsonl:1 is not a result"),
+    ],
+)
+def test_another_file_is_left_alone(refused, tmp_path, text, message):
+    out = tmp_path / "out.jsonl"
+    out.write_text(text)
+    assert message in refused("a", "--out", out, "--resume")
+    assert out.read_text() == text
+
+
+def test_only_a_file_can_be_taken_up_again(refused):
+    assert "/dev/null is none" in refused("a", "--out", "/dev/null", "--resume")
+
+
+def a_line(**changes):
+    """What was asked for by `generate a`, as a line of an earlier run."""
+    model = tiny_model.folder()
+    cfg = ModelConfig.from_json(model)
+    (request,) = make_requests(["a"], Options(), tiny_model.tokenizer(), cfg, 1000)
+    return json.dumps({**records.asked(request, str(model)), **changes}) + "\n"
+
+
+@pytest.mark.parametrize("torn", [b"", b"{", b'{"id": 1, "inde', b"\0\0"])
+def test_a_torn_end_is_cut_off_behind_a_result(tmp_path, torn):
+    out = tmp_path / "out.jsonl"
+    out.write_bytes(a_line().encode() + torn)
+    assert records.finished_ids(out, [json.loads(a_line())]) == {"0"}
+    assert out.read_text() == a_line()
+
+
+@pytest.mark.parametrize("torn", ["", "{", '{"id"', '{"id": 0, "index": 0, "mod'])
+def test_a_file_may_hold_nothing_but_a_torn_line(tmp_path, torn):
+    out = tmp_path / "out.jsonl"
+    out.write_text(torn)
+    assert records.finished_ids(out, [json.loads(a_line())]) == set()
+    assert out.read_text() == ""
+
+
+def test_lines_begin_as_a_torn_one_is_recognised():
+    line = json.dumps(records.record(result(0), 0, ASKED[0]))
+    assert line.encode().startswith(records._HEAD)
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["b"], 'another prompt: "a" there, "b" now'),
+        (["a", "--temperature", "0.5"], "another temperature: 1.0 there, 0.5 now"),
+        (["a", "--max-tokens", "9"], "another max_tokens: 256 there, 9 now"),
+        (["a", "--stop", "x"], 'another stop: [] there, ["x"] now'),
+        (["a", "--thinking"], "another thinking: false there, true now"),
+        (["a", "--seed", "3"], "another seed: "),
+    ],
+)
+def test_results_of_another_request_are_not_kept_in_silence(refused, tmp_path, args, message):
+    out = tmp_path / "out.jsonl"
+    out.write_text(a_line())
+    assert f"out.jsonl:1: the result of id '0' was made with {message}" in refused(
+        *args, "--out", out, "--resume"
+    )
+    assert out.read_text() == a_line()
+
+
+def test_another_model_or_other_tools_are_noticed_too(refused, tmp_path):
+    out, prompts = tmp_path / "out.jsonl", tmp_path / "prompts.jsonl"
+    out.write_text(a_line(model="other"))
+    assert 'another model: "other" there' in refused("a", "--out", out, "--resume")
+    out.write_text(a_line())
+    prompts.write_text('{"prompt": "a", "tools": [{"name": "f"}]}')
+    said = refused("--prompts", prompts, "--out", out, "--resume")
+    assert 'another tools: null there, [{"name": "f"}] now' in said
+
+
+def test_what_could_not_be_written_is_refused(refused, tmp_path):
+    prompts = tmp_path / "prompts.jsonl"
+    for value in ("NaN", '"\\ud800"'):
+        turn = f'{{"role": "user", "content": "a", "note": {value}}}'
+        prompts.write_text(f'{{"messages": [{turn}]}}')
+        assert "prompts.jsonl:1 cannot be written as JSON" in refused("--prompts", prompts)
 
 
 def test_a_damaged_model_is_refused(capsys, tmp_path):

@@ -79,7 +79,24 @@ def test_a_table_too_small_for_its_primes_is_refused():
 
 def test_a_vocabulary_beyond_the_arithmetic_is_refused():
     cfg = dataclasses.replace(PLAIN, engram_compressed_vocab_size=(1 << 17) + 1)
-    with pytest.raises(ValueError, match="at most 131072, got 131073"):
+    with pytest.raises(
+        ValueError, match="compressed_vocab_size must be at most 131072, got 131073"
+    ):
+        engram.hash_constants(cfg)
+    without = dataclasses.replace(cfg, engram_layer_ids=(), engram_num_embeddings=())
+    assert engram.hash_constants(without) == ()
+
+
+@pytest.mark.parametrize(
+    ("size", "message"),
+    [
+        ((1 << 24) + 1, "engram_vocab_size must be at most 16777216, got 16777217"),
+        ((1 << 24) - 4, "engram_vocab_size=16777212 leads to the prime 167.*below 16777216"),
+    ],
+)
+def test_primes_beyond_the_arithmetic_are_refused(size, message):
+    cfg = dataclasses.replace(PLAIN, engram_vocab_size=size)
+    with pytest.raises(ValueError, match=message):
         engram.hash_constants(cfg)
 
 

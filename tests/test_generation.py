@@ -105,13 +105,13 @@ def test_a_reply_is_that_of_the_transitions():
 
 def test_prompts_of_every_length_share_the_programs():
     one_by_one()
-    before = batching._prefill._cache_size(), batching._advance._cache_size()
+    before = batching._prefill._cache_size(), batching._decode._cache_size()
     prompts = [
         {"tokens": [7] * n, "max_tokens": m} for n, m in ((1, 1), (33, 3), (64, 17), (15, 2))
     ]
     for prompt in prompts:
         di.generate(tiny_model.model(), [prompt])
-    assert (batching._prefill._cache_size(), batching._advance._cache_size()) == before
+    assert (batching._prefill._cache_size(), batching._decode._cache_size()) == before
 
 
 def test_a_stream_joins_to_the_text():
@@ -126,6 +126,19 @@ def test_a_stream_begins_with_the_first_token():
     updates = generation.updates(tiny_model.model(), make([[5, 6, 7]]), eager=True)
     counts = [update.tokens for update in updates]
     assert counts[:4] == [1, 2, 4, 8]
+
+
+def test_no_prompts_give_no_results():
+    assert di.generate(tiny_model.model(), []) == []
+    assert list(generation.updates(tiny_model.model(), [], eager=True)) == []
+    with pytest.raises(ValueError, match="batch_size must be at least 1"):
+        di.generate(tiny_model.model(), [], batch_size=0)
+
+
+def test_a_lost_result_is_noticed(monkeypatch):
+    monkeypatch.setattr(generation, "updates", lambda *args, **options: iter(()))
+    with pytest.raises(AssertionError, match="0 results of 1 requests"):
+        di.generate(tiny_model.model(), ["a"])
 
 
 def test_a_bad_argument_is_refused_by_the_call():

@@ -311,7 +311,7 @@ def test_a_trainer_sees_the_same_log_probabilities(dtype, remat):
 def test_a_plain_product_would_be_caught(monkeypatch):
     """Without tiles a single float32 row takes another path through the compiler."""
     monkeypatch.setattr(products, "_in_tiles", lambda f, x, numerics: f(x))
-    program = jax.jit(feeding.untiled, static_argnames=("cfg", "numerics", "replay"))
+    program = feeding.compiled()
     m, source = feeding.model("float32"), texts("float32")[1]
     pieces = [feeding.piece(0, source, 0, 30)]
     fed, cache = feeding.feed(m, feeding.garbage(m), pieces, MANY, program=program)

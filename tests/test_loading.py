@@ -79,6 +79,20 @@ def test_a_missing_file_is_named(folder, name):
         loading.load(folder)
 
 
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"engram_vocab_size": 1 << 25}, "engram_vocab_size must be at most 16777216"),
+        ({"engram_num_embeddings": [3]}, "engram_num_embeddings: the table of layer . has 3 rows"),
+    ],
+)
+def test_engram_sizes_are_checked_before_weights_are_read(folder, monkeypatch, fields, message):
+    monkeypatch.setattr(checkpoint, "load_params", lambda *args: pytest.fail("read too early"))
+    change_config(folder, **fields)
+    with pytest.raises(ValueError, match=rf"config\.json: {message}"):
+        loading.load(folder)
+
+
 def test_the_token_map_is_derived_where_none_is_stored(folder):
     for name in ("engram_token_map.bin", "engram_token_map.json"):
         (folder / name).unlink()

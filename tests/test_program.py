@@ -82,7 +82,7 @@ def size_of(tree: Any) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("capacity", [4096, 1 << 20])
+@pytest.mark.parametrize("capacity", [pytest.param(4096, marks=pytest.mark.exhaustive), 1 << 20])
 def test_compiles_quickly_into_little_memory(capacity):
     """Processor seconds of both cores, so that a busy machine does not fail the test."""
     start = time.process_time()

@@ -39,6 +39,11 @@ def test_a_mapping_overrides_options_and_names_its_request():
     )
 
 
+def test_options_may_be_numpy_scalars():
+    options = Options(temperature=np.float32(0.5), top_k=np.int64(3), top_p=np.float64(0.9))
+    assert (options.temperature, options.top_k, options.top_p) == (0.5, 3, 0.9)
+
+
 def test_thinking_and_tools_reach_the_prompt():
     tool = {"name": "weather", "parameters": {"type": "object"}}
     plain, thinking, tools = (
@@ -91,10 +96,60 @@ REFUSED = [
     ({"messages": ["a"]}, "messages\\[0\\] must be a mapping"),
     ({"messages": []}, "must not be empty"),
     ({"messages": [{"role": "king", "content": "a"}]}, "role must be one of"),
+    ({"messages": [{"role": "user", "content": 0}]}, "messages\\[0\\].content must be a string"),
+    ({"messages": [{"role": "user", "content": []}]}, "messages\\[0\\].content .*got \\[\\]"),
+    (
+        {"messages": [{"role": "assistant", "tool_calls": ["x"]}]},
+        "messages\\[0\\].tool_calls\\[0\\] must be a mapping, got 'x'",
+    ),
+    (
+        {"messages": [{"role": "assistant", "tool_calls": "x"}]},
+        "messages\\[0\\].tool_calls must be a list of mappings, got 'x'",
+    ),
+    (
+        {"messages": [{"role": "assistant", "tool_calls": 0}]},
+        "messages\\[0\\].tool_calls must be a list of mappings, got 0",
+    ),
+    (
+        {"messages": [{"role": "assistant", "tool_calls": [{"function": "f"}]}]},
+        "messages\\[0\\].tool_calls\\[0\\].function must be a mapping, got 'f'",
+    ),
+    (
+        {"messages": [{"role": "assistant", "tool_calls": [{"name": "f", "arguments": 5}]}]},
+        "messages\\[0\\].tool_calls\\[0\\].arguments must be a mapping or its JSON text, got 5",
+    ),
+    (
+        {"messages": [{"role": "assistant", "tool_calls": [{"name": "f", "id": 5}]}]},
+        "messages\\[0\\].tool_calls\\[0\\].id must be a string, got 5",
+    ),
+    (
+        {"messages": [{"role": "assistant", "reasoning_content": 5}]},
+        "messages\\[0\\].reasoning_content must be a string, got 5",
+    ),
+    ({"messages": [{"role": "assistant", "prefix": 1}]}, "messages\\[0\\].prefix must be true or"),
+    (
+        {"messages": [{"role": "tool", "content": "a", "tool_call_id": 5}]},
+        "messages\\[0\\].tool_call_id must be a string, got 5",
+    ),
+    ({"prompt": "a", "tools": "abc"}, "tools must be a list of mappings, got 'abc'"),
+    ({"prompt": "a", "tools": {"name": "f"}}, "tools must be a list of mappings, got {"),
+    ({"prompt": "a", "tools": 5}, "tools must be a list of mappings, got 5"),
+    ({"prompt": "a", "tools": None}, "tools must be a list of mappings, got None"),
+    ({"prompt": "a", "tools": ["x"]}, "tools\\[0\\] must be a mapping, got 'x'"),
+    ({"prompt": "a", "tools": [{"name": "f", "description": 1}]}, "tools\\[0\\].description must"),
+    ({"prompt": "a", "tools": [{"name": "f", "parameters": 1}]}, "tools\\[0\\].parameters must be"),
+    ({"prompt": "a", "schema": [1]}, "schema must be a mapping, got \\[1\\]"),
     ({"prompt": "a", "max_tokens": 0}, "max_tokens must be in"),
     ({"prompt": "a", "max_tokens": 1.0}, "max_tokens must be an integer"),
     ({"prompt": "a", "temperature": float("nan")}, "temperature must be finite"),
-    ({"prompt": "a", "temperature": "hot"}, "temperature must be numbers"),
+    ({"prompt": "a", "temperature": "hot"}, "temperature must be a number, got 'hot'"),
+    ({"prompt": "a", "temperature": [0.5]}, "temperature must be a number, got \\[0.5\\]"),
+    ({"prompt": "a", "temperature": None}, "temperature must be a number, got None"),
+    ({"prompt": "a", "temperature": True}, "temperature must be a number, got True"),
+    ({"prompt": "a", "top_p": [0.5]}, "top_p must be a number, got \\[0.5\\]"),
+    ({"prompt": "a", "top_k": [5]}, "top_k must be a number, got \\[5\\]"),
+    ({"prompt": "a", "top_k": 5.0}, "top_k must be integers"),
+    ({"prompt": "a", "min_p": np.array([0.5])}, "min_p must be a number, got array"),
     ({"prompt": "a", "top_p": 0}, "top_p must be in"),
     ({"prompt": "a", "top_k": 0}, "top_k must be"),
     ({"prompt": "a", "min_p": 2}, "min_p must be in"),
@@ -129,9 +184,13 @@ def test_one_prompt_is_not_a_list_of_prompts(prompts):
         requests(prompts)
 
 
-def test_no_prompts_are_refused():
-    with pytest.raises(ValueError, match="prompts is empty"):
-        requests([])
+def test_no_prompts_are_no_requests():
+    assert requests([]) == []
+
+
+def test_token_prompts_are_kept_as_tuples():
+    forms = [np.array([3, 5], np.int32), [3, 5], {"tokens": np.array([3, 5])}]
+    assert [request.prompt for request in requests(forms)] == [(3, 5)] * 3
 
 
 @pytest.mark.parametrize(
@@ -161,6 +220,7 @@ def test_lines_of_a_prompt_file():
         ([], "f holds no prompts"),
         (["\n", "  \n"], "f holds no prompts"),
         (['{"prompt": "a"}', "{"], "f:2: broken JSON"),
+        (["[" * 100_000], "f:1: broken JSON"),
         (['"text"'], "f:1: expected an object .* got str"),
         (['{"prompt": "a", "prompt": "b"}'], "f:1: broken JSON: key 'prompt' appears twice"),
     ],

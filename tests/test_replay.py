@@ -28,7 +28,10 @@ FEW, MANY = 12, 48
 KEEP = 17  # the floor: window 11 and slack 6
 PROMPTS = (27, 21)
 MASK, COMPACT = Replay("mask", KEEP), Replay("compact", KEEP)
-DTYPES = ("float32", pytest.param("bfloat16", marks=pytest.mark.slow))
+DTYPES = (
+    pytest.param("float32", marks=pytest.mark.exhaustive),
+    pytest.param("bfloat16", marks=pytest.mark.slow),
+)
 
 
 @functools.cache

@@ -143,7 +143,7 @@ def test_a_schema_stands_in_the_system_text():
         ([], [], "messages must not be empty"),
         ([{"role": "robot", "content": "x"}], [], r"messages\[0\]\.role must be one of"),
         ([{"role": "user", "content": ["x"]}], [], r"messages\[0\]\.content must be a string"),
-        ([{"role": "assistant", "tool_calls": [{}]}], [], "tool_calls need a name"),
+        ([{"role": "assistant", "tool_calls": [{}]}], [], r"tool_calls\[0\] needs a name"),
         ([{"role": "user", "content": "x"}], [{}], r"tools\[0\] needs a name"),
     ],
 )

@@ -27,6 +27,7 @@ class Stored:
 
     @property
     def tensor(self) -> Tensor:
+        """Its shape, storage and place in the shard."""
         return self.shard.tensors[self.name]
 
 

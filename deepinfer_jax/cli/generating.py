@@ -6,6 +6,7 @@ What needs JAX is imported when a command runs, so that `--help` and `--version`
 from __future__ import annotations
 
 import argparse
+import io
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,14 +17,15 @@ from deepinfer_jax.cli.progress import Progress
 from deepinfer_jax.cli.refusal import Refused
 
 if TYPE_CHECKING:
+    from deepinfer_jax.cli.records import Lines
     from deepinfer_jax.loading import Model
     from deepinfer_jax.requests import Options, Request
 
 _DESCRIPTION = """\
 Generate replies. One PROMPT streams to the terminal. Several prompts, or a file of them, give one
-JSON object per reply (id, index, prompt, text, finish_reason, prompt_tokens, tokens, logprobs,
-logprobs_processed, kept_mass, seed, timing), written as each reply finishes: to --out, or to the
-terminal.
+JSON object per reply (id, index, model, prompt, options, text, finish_reason, prompt_tokens,
+tokens, logprobs, logprobs_processed, kept_mass, seed, timing), written as each reply finishes: to
+--out, or to the terminal.
 
 A prompt file has one JSON object per line: {"prompt": TEXT}, {"messages": [...]} or
 {"tokens": [...]}, and optionally "id", "tools", "schema" and any option of the reply below as
@@ -55,7 +57,12 @@ def add_command(commands: Any) -> None:
     _add_options(parser.add_argument_group("the reply").add_argument)
     add = parser.add_argument_group("the run").add_argument
     add("--out", type=Path, metavar="FILE", help="write JSON Lines to FILE")
-    add("--resume", action="store_true", help="keep the results in --out and run what is missing")
+    add(
+        "--resume",
+        action="store_true",
+        help="keep the results in --out and run what is missing; model, prompt, options and seed "
+        "of every result there must be those of this run",
+    )
     add(
         "--in-order",
         action="store_true",
@@ -94,6 +101,8 @@ def run(args: argparse.Namespace) -> int:
     prompts, places = _prompts(args)
     try:
         requests = _requests(args, prompts, places)
+        asked = [records.asked(request, args.model) for request in requests]
+        records.check_asked(asked, places)
         batching.slots_for(len(requests), args.batch_size)
     except (TypeError, ValueError, OSError) as error:
         raise Refused(str(error)) from None
@@ -102,16 +111,19 @@ def run(args: argparse.Namespace) -> int:
         raise Refused("--resume needs --out FILE, the file to go on with")
     out = None if path is None else records.open_out(path, resume=args.resume)
     try:
-        skip = records.finished_ids(path, requests) if path and args.resume else set()
+        skip = records.finished_ids(path, asked) if path and args.resume else set()
         use_compilation_cache()
         try:
             model = loading.load(args.model, max_length=args.max_length)
         except (ValueError, OSError) as error:
             raise Refused(str(error)) from None
         if len(args.prompt) == 1 and not skip:
-            _stream(model, requests[0], out)
+            lines = records.Lines(out, asked, in_order=False, indices=[0]) if out else None
+            _stream(model, requests[0], lines)
         else:
-            _many(args, model, requests, skip, out or sys.stdout)
+            indices = [i for i, request in enumerate(requests) if str(request.id) not in skip]
+            lines = records.Lines(out or sys.stdout, asked, in_order=args.in_order, indices=indices)
+            _many(args, model, requests, indices, lines)
     finally:
         if out is not None:
             out.close()
@@ -128,6 +140,7 @@ def _prompts(args: argparse.Namespace) -> tuple[list[Any], list[str]]:
         return args.prompt, [f"PROMPT {i}" for i in range(1, len(args.prompt) + 1)]
     try:
         if args.prompts == "-":
+            _reconfigure(sys.stdin, encoding="utf-8-sig", errors="strict")
             return read_prompt_lines("standard input", sys.stdin)
         with open(args.prompts, encoding="utf-8-sig") as file:
             return read_prompt_lines(args.prompts, file)
@@ -164,17 +177,17 @@ def _options(args: argparse.Namespace) -> Options:
     return Options(**{name: value for name, value in given.items() if value is not None})
 
 
-def _stream(model: Model, request: Request, out: TextIO | None) -> None:
-    """One reply to the terminal as it comes, and its line to `out` if there is one."""
+def _stream(model: Model, request: Request, lines: Lines | None) -> None:
+    """One reply to the terminal as it comes, and its line to `lines` if there are any."""
     from deepinfer_jax import generation
-    from deepinfer_jax.cli.records import Lines
 
-    _never_fail_to_print()
+    # Characters that the terminal's encoding lacks are escaped.
+    _reconfigure(sys.stdout, errors="backslashreplace")
     for update in generation.updates(model, [request], eager=True):
         sys.stdout.write(update.text)
         sys.stdout.flush()
-        if update.result and out is not None:
-            Lines(out, in_order=False, indices=[0]).write(update.result, 0)
+        if update.result and lines is not None:
+            lines.write(update.result, 0)
     sys.stdout.write("\n")
 
 
@@ -182,18 +195,15 @@ def _many(
     args: argparse.Namespace,
     model: Model,
     requests: Sequence[Request],
-    skip: set[str],
-    out: TextIO,
+    indices: Sequence[int],
+    lines: Lines,
 ) -> None:
-    """A line to `out` for every request that is not in `skip`, with progress on a terminal."""
+    """A line for every request of these `indices`, with progress on a terminal."""
     from deepinfer_jax import generation
-    from deepinfer_jax.cli.records import Lines
 
-    indices = [i for i, request in enumerate(requests) if str(request.id) not in skip]
     if not indices:
         print("nothing is missing", file=sys.stderr)
         return
-    lines = Lines(out, in_order=args.in_order, indices=indices)
     progress = Progress(len(indices), sys.stderr)
     tokens: dict[int, int] = {}
     done = 0
@@ -218,8 +228,7 @@ def _interrupted(args: argparse.Namespace, done: int, total: int) -> str:
     return f"interrupted: {done} of {total} results are written{where}"
 
 
-def _never_fail_to_print() -> None:
-    """Characters that the terminal's encoding lacks are escaped."""
-    reconfigure = getattr(sys.stdout, "reconfigure", None)
-    if reconfigure is not None:
-        reconfigure(errors="backslashreplace")
+def _reconfigure(stream: TextIO, *, errors: str, encoding: str | None = None) -> None:
+    """Change how a stream of the process reads or writes text; one in memory has no encoding."""
+    if isinstance(stream, io.TextIOWrapper):
+        stream.reconfigure(encoding=encoding, errors=errors)

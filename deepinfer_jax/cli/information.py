@@ -11,6 +11,7 @@ from deepinfer_jax.cli.refusal import Refused
 
 
 def add_command(commands: Any) -> None:
+    """Declare the command and its argument."""
     parser = commands.add_parser(
         "info",
         help="layer roles, parameters, bytes of a model",
@@ -25,6 +26,7 @@ def add_command(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    """Print the description; returns the exit status. Raises Refused for what is no model."""
     from deepinfer_jax import info
     from deepinfer_jax.config import ModelConfig
 

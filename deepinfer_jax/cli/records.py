@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import dataclasses
 import json
 import os
@@ -14,13 +15,47 @@ from deepinfer_jax.cli.refusal import Refused
 if TYPE_CHECKING:
     from deepinfer_jax.requests import Request, Result
 
+_HEAD = b'{"id": '  # every line that this module writes begins with it
 
-def record(result: Result, index: int) -> dict[str, Any]:
+
+def asked(request: Request, model: str) -> dict[str, Any]:
+    """What a reply was asked for, as it stands on its line: all that the reply depends on.
+
+    options: the fields of `Options` but the seed, and `tools` and `schema` where they were given.
+    seed: the noise seed.
+    """
+    options = dataclasses.asdict(request.options)
+    del options["seed"]
+    return {
+        "id": request.id,
+        "model": model,
+        "prompt": request.prompt,
+        "options": {**options, **request.chat},
+        "seed": request.seed,
+    }
+
+
+def check_asked(values: Sequence[Mapping[str, Any]], places: Sequence[str]) -> None:
+    """Raise Refused where a value cannot be written as JSON in UTF-8: not after hours of work."""
+    for value, place in zip(values, places, strict=True):
+        try:
+            _json(value).encode("utf-8")
+        except (TypeError, ValueError) as error:
+            raise Refused(f"{place} cannot be written as JSON: {error}") from None
+
+
+def _json(value: Mapping[str, Any], escaped: bool = False) -> str:
+    return json.dumps(value, ensure_ascii=escaped, allow_nan=False)
+
+
+def record(result: Result, index: int, asked: Mapping[str, Any]) -> dict[str, Any]:
     """A result as it stands on a line; `index` is its place among the prompts."""
     return {
         "id": result.id,
         "index": index,
-        "prompt": result.prompt,
+        "model": asked["model"],
+        "prompt": asked["prompt"],
+        "options": asked["options"],
         "text": result.text,
         "finish_reason": result.finish_reason,
         "prompt_tokens": result.prompt_tokens,
@@ -37,17 +72,28 @@ class Lines:
     """Writes one line per result and hands each to the system at once.
 
     `in_order`: hold a line back until those before it are written; `close` writes what is held.
+    A stream that is not UTF-8, as some terminals, gets the escapes of JSON for what is not ASCII.
     """
 
-    def __init__(self, stream: TextIO, *, in_order: bool, indices: Sequence[int]):
-        """`indices`: the places of the results to come."""
+    def __init__(
+        self,
+        stream: TextIO,
+        asked: Sequence[Mapping[str, Any]],
+        *,
+        in_order: bool,
+        indices: Sequence[int],
+    ):
+        """`asked`: of every request; `indices`: the places among them of the results to come."""
         self._stream = stream
+        self._asked = asked
+        self._escaped = not _is_utf8(stream)
         self._in_order = in_order
         self._due = sorted(indices, reverse=True)
         self._held: dict[int, str] = {}
 
     def write(self, result: Result, index: int) -> None:
-        line = json.dumps(record(result, index), ensure_ascii=False, allow_nan=False)
+        """Write the result of request number `index`, or hold it back until its turn."""
+        line = _json(record(result, index, self._asked[index]), self._escaped)
         if not self._in_order:
             self._put(line)
             return
@@ -56,6 +102,7 @@ class Lines:
             self._put(self._held.pop(self._due.pop()))
 
     def close(self) -> None:
+        """Write the lines still held back, in order. The stream stays open."""
         for index in sorted(self._held):
             self._put(self._held[index])
         self._held.clear()
@@ -65,10 +112,20 @@ class Lines:
         self._stream.flush()
 
 
+def _is_utf8(stream: TextIO) -> bool:
+    """Whether every character can be written; a stream in memory has no encoding."""
+    encoding = getattr(stream, "encoding", None)
+    return encoding is None or codecs.lookup(encoding).name == "utf-8"
+
+
+# -- the file of an earlier run --------------------------------------------------------------------
+
+
 def open_out(path: Path, *, resume: bool) -> TextIO:
     """The file to append to, opened before any work is done for it.
 
-    Raises Refused where it cannot be written, or holds results and `resume` is not set.
+    Raises Refused where it cannot be written or taken up again, or holds results and `resume` is
+    not set.
     """
     if not path.parent.is_dir():
         raise Refused(f"--out {path}: the folder {path.parent} does not exist; make it first")
@@ -77,35 +134,67 @@ def open_out(path: Path, *, resume: bool) -> TextIO:
             f"--out {path} holds results already: add --resume to run what is missing, or give "
             "another file"
         )
+    if resume and path.exists() and not path.is_file():
+        raise Refused(f"--resume needs a file to go on with: {path} is none")
     try:
         return open(path, "a", encoding="utf-8", newline="\n")
     except OSError as error:
         raise Refused(f"--out {path} cannot be written: {error.strerror}") from None
 
 
-def finished_ids(path: Path, requests: Sequence[Request]) -> set[str]:
+def finished_ids(path: Path, asked: Sequence[Mapping[str, Any]]) -> set[str]:
     """Ids of the requests that have a line in `path`; a torn last line is cut off.
 
-    Raises Refused where a line is not a result of these requests.
+    Raises Refused, and leaves the file alone, where a line is not a result of these requests or
+    the end of the file cannot be a torn one.
     """
     data = path.read_bytes()
     whole = data[: data.rfind(b"\n") + 1]
-    seeds = {str(request.id): request.seed for request in requests}
+    wanted = {str(one["id"]): json.loads(_json(one)) for one in asked}
     found = set()
     for number, line in enumerate(whole.decode("utf-8", "replace").split("\n")[:-1], 1):
-        try:
-            value = json.loads(line)
-        except ValueError:
-            value = None
-        if not isinstance(value, Mapping) or "id" not in value:
-            raise Refused(f"{path}:{number} is not a result: give another file with --out")
-        name = str(value["id"])
-        if seeds.get(name) != value.get("seed"):
-            raise Refused(
-                f"{path}:{number}: id {name!r} with seed {value.get('seed')} is not of this run; "
-                "use the same prompts and --seed, or give another file with --out"
-            )
-        found.add(name)
-    if len(whole) < len(data):
+        found.add(_finished_id(f"{path}:{number}", line, wanted))
+    torn = data[len(whole) :]
+    if torn:
+        if not whole and torn[: len(_HEAD)] != _HEAD[: len(torn)]:
+            raise Refused(f"{path} holds no results: give another file with --out")
         os.truncate(path, len(whole))
     return found
+
+
+def _finished_id(place: str, line: str, wanted: Mapping[str, Mapping[str, Any]]) -> str:
+    """The id of a line whose request is among `wanted` and was the same in everything."""
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError):
+        value = None
+    if not isinstance(value, Mapping) or "id" not in value:
+        raise Refused(f"{place} is not a result: give another file with --out")
+    name = str(value["id"])
+    if name not in wanted:
+        raise Refused(f"{place}: id {name!r} is not of this run; give another file with --out")
+    differing = _differing(value, wanted[name])
+    if differing:
+        raise Refused(
+            f"{place}: the result of id {name!r} was made with another {differing}; use the same "
+            "as before, or give another file with --out"
+        )
+    return name
+
+
+def _differing(old: Mapping[str, Any], new: Mapping[str, Any]) -> str | None:
+    """What differs between a line and what is asked now, the first of it, with both values."""
+    options, wanted = old.get("options"), new["options"]
+    options = options if isinstance(options, Mapping) else {}
+    pairs = [(name, old.get(name), new[name]) for name in ("model", "prompt")]
+    pairs += [(name, options.get(name), wanted.get(name)) for name in {**wanted, **options}]
+    pairs.append(("seed", old.get("seed"), new["seed"]))
+    for name, before, now in pairs:
+        if before != now:
+            return f"{name}: {_short(before)} there, {_short(now)} now"
+    return None
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,8 +1,7 @@
 """CSA2 attention: queries, window KV, sparse attention over window and selected entries, output.
 
 Model spec 8. Every query attends over a fixed number of slots in ascending position: the window
-right-aligned, then the selected compressed entries; empty slots are masked and contribute exact
-zeros.
+right-aligned, then the selected compressed entries; empty slots are masked and add exact zeros.
 """
 
 from __future__ import annotations
@@ -85,8 +84,7 @@ def window_keys(
 ) -> jax.Array:
     """Window vectors of one slot at positions `wanted` [n] -> [n, Hd].
 
-    Rows of this call come from `new` [T, Hd], older positions from the ring as it was before the
-    call.
+    Rows of this call come from `new` [T, Hd], older positions from the ring as it was before it.
     """
     inside, row = row_of(spans, slot, wanted)
     keys = new[row]
@@ -133,7 +131,10 @@ def read_entries(
 
 @dataclasses.dataclass(frozen=True)
 class Reach:
-    """Static facts of one layer's attention; `length`: most rows of a slot, without a cache."""
+    """Static facts of one layer's attention.
+
+    `length`: most rows of a slot; read by `rows="dense"` only, which has no cache.
+    """
 
     window: int
     ratio: int

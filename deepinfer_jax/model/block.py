@@ -32,8 +32,8 @@ class Call:
 
     lookback [T, max_ngram]: compressed ids for the Engram hashes. floor and decoder_floor [T]: the
     first window position a row may see in encoder and decoder layers (FAR for padding). length:
-    most tokens of one slot, where there is no cache. origin [T]: row numbers of the forward's own
-    rows, or None.
+    most rows of one slot where there is no cache; nothing reads it where there is one. origin [T]:
+    row numbers of the forward's own rows, or None.
     """
 
     params: Any
@@ -77,8 +77,8 @@ class Record:
     """What one block did, for inspection.
 
     entered [T, C, D]: streams after Engram; normed [T, D]: the attention sub-layer's input;
-    attention and moe [T, D]: the sub-layers' outputs before they are written back; route: experts
-    and weights.
+    attention and moe [T, D]: the sub-layers' outputs before they are written back; route: the
+    experts and their weights.
     """
 
     entered: jax.Array
@@ -228,7 +228,7 @@ def _select(
     p = {n: at_layer(call.params["indexer"][n], place) for n in ("wq_b", "weights_proj")}
     query = index.index_query(p, x, low, _angle(call, kind), cfg, numerics)
     count = entry_count(call, s.cache, kind.ratio)
-    field = index.Field(kind.ratio, count, caches.index_codec(cfg, numerics))
+    field = index.Field(kind.ratio, caches.index_codec(cfg, numerics))
     if kind.uses_candidates:
         ids = index.members(s.candidates, cfg.candidate_block_size)
     else:
@@ -301,8 +301,7 @@ def moe_sublayer(
 ) -> tuple[jax.Array, jax.Array, jax.Array, moe.Route]:  # fmt: skip
     """The MoE sub-layer of any block, backbone or draft, on streams x [T, C, D].
 
-    Returns (streams, collapse weights of the next sub-layer, the sub-layer's output [T, D],
-    routing).
+    Returns (streams, collapse weights of the next sub-layer, the sub-layer's output [T, D], route).
     """
     mixed = hyper.mix(p["hc_ffn"], x, cfg, numerics)
     h = hyper.normed(p["ffn_norm"], pre, x, cfg, numerics)

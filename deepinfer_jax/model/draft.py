@@ -179,28 +179,15 @@ def _block(scene: _Scene, x: jax.Array, pre: jax.Array, layer: Any):
     return x, pre, route.experts
 
 
-def hidden_block(
-    params: Any, tables: Tables, cache: Cache, slots: jax.Array, positions: jax.Array,
-    anchors: jax.Array, size: int, cfg: ModelConfig, numerics: Numerics,
-) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
-    """Run the draft blocks: (collapsed outputs [B * N, D], streams after each, experts of each).
-
-    slots [B] (-1: padding), positions [B] of the anchors, anchors [B] token ids; the context before
-    each anchor stands in `cache.draft`.
-    """
-    codec = caches.window_codec(cfg, numerics)
-    return run_blocks(
-        params, tables, cache.draft, codec, slots, positions, anchors, size, cfg, numerics
-    )
-
-
 def run_blocks(
     params: Any, tables: Tables, ring: jax.Array, codec: Codec, slots: jax.Array,
     positions: jax.Array, anchors: jax.Array, size: int, cfg: ModelConfig, numerics: Numerics,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
-    """`hidden_block` with the context given as a ring [M, B, R, w] that `codec` reads.
+    """Run the draft blocks: (collapsed outputs [B * N, D], streams after each, experts of each).
 
-    Training passes the context of whole sequences as plain floats, so that it has gradients.
+    slots [B] (-1: padding), positions [B] of the anchors, anchors [B] token ids; the context before
+    each anchor stands in `ring` [M, B, R, w], read by `codec`: the cache's, or in training that of
+    whole sequences as plain floats, so that it has gradients.
     """
     rows = _block_rows(slots, positions, anchors, size, cfg)
     scene = _Scene(
@@ -244,8 +231,7 @@ def draft(
 
     Args:
       slots [B], positions [B], anchors [B]: the newest token of each slot and where it stands; its
-      own
-        KV is not needed, the context of all positions before it is (`store_context`).
+        own KV is not needed, the context of all positions before it is (`store_context`).
       pick: (logits [B, V], absolute position [B]) -> tokens [B], the target's own sampling rule.
     """
     size = cfg.dspark_block_size if size is None else size
@@ -253,8 +239,9 @@ def draft(
         raise ValueError(
             f"size must lie in 1..{cfg.dspark_block_size} (dspark_block_size), got {size}"
         )
-    u, streams, routed = hidden_block(
-        params, tables, cache, slots, positions, anchors, size, cfg, numerics
+    codec = caches.window_codec(cfg, numerics)
+    u, streams, routed = run_blocks(
+        params, tables, cache.draft, codec, slots, positions, anchors, size, cfg, numerics
     )
     p = params["draft"]
     normed = nx.rms_norm(u, p["norm"], cfg.rms_norm_eps, numerics)

@@ -1,7 +1,6 @@
 """Engram: n-gram memory, read by hashing, written through a gate (model spec 10).
 
-Hashes are exact 64-bit integers kept as two uint32 words, so nothing needs 64-bit types on the
-device.
+Hashes are exact 64-bit integers kept as two uint32 words: no device needs 64-bit types for them.
 """
 
 from __future__ import annotations
@@ -47,22 +46,30 @@ def _is_prime(n: int) -> bool:
 def hash_constants(cfg: ModelConfig) -> tuple[HashConstants, ...]:
     """Primes and multipliers of every Engram layer (model spec 10.2), checked for size.
 
+    `loading.load` asks first, so that nothing is read or compiled for sizes that do not fit.
+
     Raises ValueError where a table has fewer rows than its primes need, or a size does not fit the
     integer arithmetic (compressed vocabulary up to 2^17, primes below 2^24).
     """
-    if cfg.engram_compressed_vocab_size > 1 << 17:
-        raise ValueError(
-            "engram_compressed_vocab_size must be at most 131072, got "
-            f"{cfg.engram_compressed_vocab_size}"
-        )
+    if not cfg.engram_layer_ids:
+        return ()
+    for name, most in (("engram_compressed_vocab_size", 1 << 17), ("engram_vocab_size", 1 << 24)):
+        if getattr(cfg, name) > most:
+            raise ValueError(f"{name} must be at most {most}, got {getattr(cfg, name)}")
     seen: set[int] = set()
     layers = []
     for layer, rows in zip(cfg.engram_layer_ids, cfg.engram_num_embeddings, strict=True):
         primes = tuple(_next_primes(cfg, seen) for _ in range(cfg.engram_lookback))
         flat = [p for order in primes for p in order]
-        if rows < sum(flat) or max(flat) >= 1 << 24:
+        if max(flat) >= 1 << 24:
             raise ValueError(
-                f"Engram table of layer {layer} has {rows} rows, its primes need {sum(flat)}"
+                f"engram_vocab_size={cfg.engram_vocab_size} leads to the prime {max(flat)}, which "
+                f"must be below {1 << 24}; lower it"
+            )
+        if rows < sum(flat):
+            raise ValueError(
+                f"engram_num_embeddings: the table of layer {layer} has {rows} rows, its primes "
+                f"need {sum(flat)}"
             )
         offsets = tuple(int(v) for v in np.cumsum([0, *flat[:-1]]))
         layers.append(HashConstants(primes, offsets, _multipliers(cfg, layer)))

@@ -32,8 +32,7 @@ class Replay:
     """How much of a prompt the decoder half sees (model spec 16); part of the numerics of a run.
 
     off: all of it. mask: every row runs, but decoder windows start at P - keep. compact: rows
-    before P - keep stop at the decoder boundary; the results of the rows kept equal those of
-    `mask`.
+    before P - keep stop at the decoder boundary; the rows kept give the results of `mask`.
     """
 
     mode: Literal["off", "mask", "compact"] = "off"
@@ -90,7 +89,11 @@ def make_call(
     """Everything the blocks share; the cache comes back with the call's tokens in its history.
 
     decoder_from [T]: first window position of decoder layers (replay), or None for all.
+
+    Raises ValueError where a slot can hold positions beyond the rotation tables, or the rows do not
+    fit `rows="dense"`.
     """
+    _check_positions(tables, rows, cache, cfg, length)
     _check_dense(rows, cache, cfg, numerics, length)
     slots = rows.slots.shape[0] if cache is None else cache.slots
     spans = spans_of(rows, slots)
@@ -120,6 +123,32 @@ def make_call(
     return call, cache
 
 
+def _check_positions(
+    tables: Tables, rows: Rows, cache: Cache | None, cfg: ModelConfig, length: int | None
+) -> None:
+    """Refuse sizes that reach beyond the tables: `rope.at` would clip and give wrong angles.
+
+    A cache is asked for its entries, which round the capacity up; one without global KV tells no
+    capacity. Draft rows may stand beyond the end, where nothing is accepted any more.
+    """
+    known = tables.base.cos.shape[0]
+    if cache is None:
+        most = rows.slots.shape[0] if length is None else length
+        if most > known:
+            raise ValueError(
+                f"length (most rows of one slot; default all rows) must be at most {known}, the "
+                f"positions of the tables, got {most}: make the tables for {most} positions or "
+                "pass a smaller length"
+            )
+        return
+    for ratio, kv in zip(cfg.ratios, cache.kv, strict=True):
+        if kv.shape[2] > -(-known // ratio):
+            raise ValueError(
+                f"the cache's capacity must be at most {known}, the positions of the tables, got "
+                f"{kv.shape[2]} entries of {ratio} tokens: make the tables as long as the cache"
+            )
+
+
 def _check_dense(
     rows: Rows, cache: Cache | None, cfg: ModelConfig, numerics: Numerics, length: int | None
 ) -> None:
@@ -140,18 +169,26 @@ def first_stream(call: Call, cache: Cache | None) -> Stream:
     x = nx.round_to(table[jnp.clip(rows.tokens, 0, table.shape[0] - 1)], dtype)
     if rows.embeddings is not None:
         x = jnp.where(rows.image[:, None], nx.round_to(rows.embeddings, dtype), x)
-    count = blocks.entry_count(call, cache, 1) if 1 in cfg.ratios else 1
     local = (jnp.zeros((t, cfg.head_dim), dtype), jnp.zeros((t, cfg.index_head_dim), dtype))
     return Stream(
         x=jnp.repeat(x[:, None], cfg.hc_mult, axis=1),
         pre=hyper.first_pre(t, cfg.hc_mult),
         selected=jnp.full((t, cfg.index_topk), -1, jnp.int32),
-        candidates=jnp.full((t, index.candidate_width(cfg, count)), -1, jnp.int32),
+        candidates=jnp.full((t, _candidate_width(call, cache)), -1, jnp.int32),
         taps=jnp.zeros((len(cfg.dspark_target_layer_ids), t, cfg.hidden_size), dtype),
         routed=jnp.full((cfg.num_hidden_layers, t, cfg.num_experts_per_tok), -1, jnp.int32),
         latest=local if cache is None else None,
         cache=cache,
     )
+
+
+def _candidate_width(call: Call, cache: Cache | None) -> int:
+    """Candidate blocks kept per row, 0 in a model without them."""
+    source = call.cfg.candidate_source_layer_id
+    if source < 0:
+        return 0
+    count = blocks.entry_count(call, cache, call.cfg.compress_ratios[source])
+    return index.candidate_width(call.cfg, count)
 
 
 def _run_unit(call: Call, unit: Unit, s: Stream, remat: bool) -> Stream:
@@ -219,8 +256,7 @@ def forward(
     Args:
       params: the tree of `params.abstract(cfg)`; weights stored or plain floats.
       rows: T rows of any slots (`Rows`); rows of a slot contiguous and ascending, continuing what
-      the
-        cache holds of it.
+        the cache holds of it.
       cache: state of the slots, or None: every slot then starts at position 0 in this call, nothing
         is kept, and the function is differentiable.
       length: without a cache, the most rows of one slot (static; default T).
@@ -229,6 +265,9 @@ def forward(
 
     Returns:
       (Hidden, cache). `cache.lengths` is left alone: which rows count is the caller's decision.
+
+    Raises ValueError, before anything is compiled, for sizes beyond the tables (see `make_call`)
+    and for a replay that the config or the cache cannot keep.
     """
     decoder_from = None
     if replay.mode != "off":
@@ -255,7 +294,8 @@ def forward(
 
 def _cross_boundary(call: Call, unit: Unit, s: Stream, replay: Replay) -> tuple[Call, Stream]:
     """Run the first decoder block: all rows give compressed KV, then only the kept ones go on."""
-    kind = unit.runs[0][0]
+    kind, count = unit.runs[0]
+    assert (count, unit.repeat) == (1, 1), "the decoder boundary is one layer, in no loop"
     s = blocks.enter(call, kind, unit.first, s)
     kept = min(call.rows.slots.shape[0], replay.keep * call.spans.slots)
     call, s = _compact(call, s, kept)

@@ -39,10 +39,9 @@ class IndexQuery:
 
 @dataclasses.dataclass(frozen=True)
 class Field:
-    """What is searched: entries of ratio m, at most `count` per slot, stored by `codec`."""
+    """What is searched: entries of ratio m, stored by `codec`."""
 
     ratio: int
-    count: int
     codec: Codec
 
 
@@ -141,8 +140,7 @@ def candidate_width(cfg: ModelConfig, count: int) -> int:
 def candidate_blocks(score: jax.Array, visible: jax.Array, cfg: ModelConfig) -> jax.Array:
     """The best blocks by their best member: score [T, n] -> [T, blocks], ascending, -1 padded.
 
-    The block of the newest visible entry is always kept; blocks with nothing visible never are
-    (8.5).
+    The newest visible entry's block is always kept; blocks with nothing visible never are (8.5).
     """
     size = cfg.candidate_block_size
     t, n = score.shape

@@ -1,8 +1,9 @@
 """The layer program: which layers run the same code, so that loops replace repetition.
 
-A backbone is cut before every index source into units (a source and the layers that reuse it).
-Equal neighbouring units become one loop, equal neighbouring layers inside a unit another. Program
-size then depends on the number of different roles, hardly on depth.
+A backbone is cut into units before every index source (a source and the layers that reuse it) and
+wherever the compression ratio changes, as between window-only layers and others. Equal neighbouring
+units become one loop, equal neighbouring layers inside a unit another. Program size then depends on
+the number of different roles, hardly on depth.
 """
 
 from __future__ import annotations

@@ -10,7 +10,10 @@ from deepinfer_jax.tables import Rotation
 
 
 def at(table: Rotation, positions: jax.Array) -> Rotation:
-    """The rotation of each position [...]; positions outside the table are clipped (padding)."""
+    """The rotation of each position [...]; positions outside the table are clipped.
+
+    Only padding and drafts beyond the end stand there: `forward.make_call` refuses other rows.
+    """
     clipped = jnp.clip(positions, 0, table.cos.shape[0] - 1)
     return Rotation(table.cos[clipped], table.sin[clipped])
 

@@ -33,15 +33,17 @@ def conversation(
     """The recipe's conversation. Raises ValueError for a malformed message or tool."""
     import deepseek_recipe
 
-    turns = [_message(index, message) for index, message in enumerate(messages)]
+    turns = [_message(index, message) for index, message in enumerate(_list("messages", messages))]
     if not turns:
         raise ValueError("messages must not be empty; give at least one user message")
-    options: dict[str, Any] = {} if schema is None else {"response_schema": dict(schema)}
+    options: dict[str, Any] = {}
+    if schema is not None:
+        options["response_schema"] = dict(_mapping("schema", schema))
     return deepseek_recipe.Conversation(
         turns,
         thinking_mode=thinking,
         reasoning_effort=effort,
-        tools=[_tool(index, tool) for index, tool in enumerate(tools)],
+        tools=[_tool(index, tool) for index, tool in enumerate(_list("tools", tools))],
         tool_choice=tool_choice,
         **options,
     )
@@ -54,24 +56,49 @@ def encoding(tokenizer: "deepseek_recipe.Tokenizer") -> "deepseek_recipe.Deepsee
     return deepseek_recipe.DeepseekV41Encoding().with_tokenizer(tokenizer)
 
 
-def _message(index: int, message: Mapping[str, Any]) -> "deepseek_recipe.Message":
+# -- fields of the wrong kind, named by their place ------------------------------------------------
+
+
+def _mapping(place: str, value: Any) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{place} must be a mapping, got {value!r}")
+    return value
+
+
+def _list(place: str, value: Any) -> Iterable[Any]:
+    if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
+        raise ValueError(f"{place} must be a list of mappings, got {value!r}")
+    return value
+
+
+def _text(place: str, value: Any) -> str | None:
+    """A string, or None where there is none."""
+    if value is not None and not isinstance(value, str):
+        raise ValueError(f"{place} must be a string, got {value!r}")
+    return value
+
+
+# -- parts of a conversation -----------------------------------------------------------------------
+
+
+def _message(index: int, given: Any) -> "deepseek_recipe.Message":
     import deepseek_recipe
 
-    role, content = message.get("role"), message.get("content") or ""
+    place = f"messages[{index}]"
+    message = _mapping(place, given)
+    role, content = message.get("role"), message.get("content")
     if role not in _ROLES:
-        raise ValueError(f"messages[{index}].role must be one of {_ROLES}, got {role!r}")
-    if not isinstance(content, str):
+        raise ValueError(f"{place}.role must be one of {_ROLES}, got {role!r}")
+    if content is not None and not isinstance(content, str):
         raise ValueError(
-            f"messages[{index}].content must be a string, got {type(content).__name__}; image "
-            "parts are not rendered here"
+            f"{place}.content must be a string, got {content!r}; image parts are not rendered here"
         )
+    content = content or ""
     if role == "assistant":
-        calls = [_call(index, call) for call in message.get("tool_calls") or ()]
-        return deepseek_recipe.AssistantMessage(
-            content, message.get("reasoning_content"), calls or None, message.get("prefix", False)
-        )
+        return _assistant(place, message, content)
     if role == "tool":
-        return deepseek_recipe.ToolMessage(content, message.get("tool_call_id"))
+        name = _text(f"{place}.tool_call_id", message.get("tool_call_id"))
+        return deepseek_recipe.ToolMessage(content, name)
     return {
         "system": deepseek_recipe.SystemMessage,
         "user": deepseek_recipe.UserMessage,
@@ -79,23 +106,55 @@ def _message(index: int, message: Mapping[str, Any]) -> "deepseek_recipe.Message
     }[role](content)
 
 
-def _call(index: int, call: Mapping[str, Any]) -> "deepseek_recipe.ToolCall":
+def _assistant(
+    place: str, message: Mapping[str, Any], content: str
+) -> "deepseek_recipe.AssistantMessage":
     import deepseek_recipe
 
-    inner = call.get("function", call)
-    name, arguments = inner.get("name"), inner.get("arguments", {})
-    if not isinstance(name, str):
-        raise ValueError(f"messages[{index}].tool_calls need a name, got {name!r}")
-    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-    return deepseek_recipe.ToolCall(call.get("id", ""), name, text)
-
-
-def _tool(index: int, tool: Mapping[str, Any]) -> "deepseek_recipe.ToolDefinition":
-    import deepseek_recipe
-
-    inner = tool.get("function", tool)
-    if not isinstance(inner.get("name"), str):
-        raise ValueError(f"tools[{index}] needs a name, got {inner.get('name')!r}")
-    return deepseek_recipe.ToolDefinition(
-        inner["name"], inner.get("description"), inner.get("parameters")
+    calls, prefix = message.get("tool_calls"), message.get("prefix", False)
+    if not isinstance(prefix, bool):
+        raise ValueError(f"{place}.prefix must be true or false, got {prefix!r}")
+    return deepseek_recipe.AssistantMessage(
+        content,
+        _text(f"{place}.reasoning_content", message.get("reasoning_content")),
+        None if calls is None else _calls(f"{place}.tool_calls", calls) or None,
+        prefix,
     )
+
+
+def _calls(place: str, calls: Any) -> "list[deepseek_recipe.ToolCall]":
+    return [_call(f"{place}[{number}]", call) for number, call in enumerate(_list(place, calls))]
+
+
+def _call(place: str, given: Any) -> "deepseek_recipe.ToolCall":
+    import deepseek_recipe
+
+    call, inner, name = _named(place, given)
+    arguments = inner.get("arguments", {})
+    if not isinstance(arguments, str | Mapping):
+        raise ValueError(f"{place}.arguments must be a mapping or its JSON text, got {arguments!r}")
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    return deepseek_recipe.ToolCall(_text(f"{place}.id", call.get("id")) or "", name, text)
+
+
+def _tool(index: int, given: Any) -> "deepseek_recipe.ToolDefinition":
+    import deepseek_recipe
+
+    place = f"tools[{index}]"
+    _, inner, name = _named(place, given)
+    parameters = inner.get("parameters")
+    return deepseek_recipe.ToolDefinition(
+        name,
+        _text(f"{place}.description", inner.get("description")),
+        None if parameters is None else _mapping(f"{place}.parameters", parameters),
+    )
+
+
+def _named(place: str, given: Any) -> tuple[Mapping[str, Any], Mapping[str, Any], str]:
+    """(the mapping, the one under its `function` or itself, the name in that)."""
+    outer = _mapping(place, given)
+    inner = _mapping(f"{place}.function", outer["function"]) if "function" in outer else outer
+    name = inner.get("name")
+    if not isinstance(name, str):
+        raise ValueError(f"{place} needs a name, got {name!r}")
+    return outer, inner, name

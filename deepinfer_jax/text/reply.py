@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     from deepinfer_jax.text.tokenizer import Tokenizer
 
-FinishReason = Literal["stop", "length", "tool_calls"]
+ReplyEnd = Literal["stop", "length", "tool_calls"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class Reply:
     reasoning: str = ""
     content: str = ""
     tool_calls: tuple[dict[str, str], ...] = ()
-    finish_reason: FinishReason | None = None
+    finish_reason: ReplyEnd | None = None
 
 
 class ReplyParser:
@@ -45,7 +45,7 @@ class ReplyParser:
         self._vocab_size = tokenizer.vocab_size
         self._processor = _processor(tokenizer, thinking, stop)
         self._pieces: list[Piece] = []
-        self._finish_reason: FinishReason | None = None
+        self._finish_reason: ReplyEnd | None = None
         self._ended = False
         self._parsed(_chunk().ready())
 

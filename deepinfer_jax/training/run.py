@@ -163,6 +163,7 @@ class Clock:
     step: int = 0
 
     def progress(self) -> float:
+        """Share of the work done, 0 to 1: of the steps or of the time, whichever is farther."""
         now = time.perf_counter()
         share = (now - self.begun) / max(self.until - (self.begun - _STARTED), 1e-9)
         return min(1.0, max(self.step / max(self.steps, 1), share))

@@ -106,7 +106,7 @@ def _traced(
     first = forward.first_stream(call, cache)
     last = seen[-1][0]
     u = hyper.collapse(last.pre, last.x, numerics)
-    normed = rms_norm(u, params["norm"], cfg.rms_norm_eps, numerics.dtype)
+    normed = rms_norm(u, params["norm"], cfg.rms_norm_eps, numerics)
     out = {
         "block0_in": first.x[:, 0],
         "block_out": jnp.stack([s.x for s, _ in seen]),
@@ -181,7 +181,7 @@ def _index_scores(call: blocks.Call, layer: int, x: jax.Array, s: blocks.Stream)
     }
     query = index.index_query(own, x, low, call.yarn, cfg, numerics)
     count = blocks.entry_count(call, s.cache, kind.ratio)
-    field = index.Field(kind.ratio, count, caches.index_codec(cfg, numerics))
+    field = index.Field(kind.ratio, caches.index_codec(cfg, numerics))
     ids = jnp.arange(count, dtype=jnp.int32)
     keys = attention.Entries(s.cache.keys[which], int(places.stored[layer]))
     score = index.scores(query, keys, ids, call.rows, call.spans, field, numerics)

@@ -132,7 +132,7 @@ def _ending(call: blocks.Call, given: tuple[Given, ...], ends: Ends) -> Named:
         for n in range(cfg.num_nextn_predict_layers)
     ]
     return {
-        "prefill.final_norm": rms_norm(u, params["norm"], cfg.rms_norm_eps, numerics.dtype),
+        "prefill.final_norm": rms_norm(u, params["norm"], cfg.rms_norm_eps, numerics),
         "prefill.logits": head.logits(params, ends.normed, numerics),
         "prefill.main_hidden": jnp.concatenate(
             [hyper.stream_mean(x, numerics) for x in targets], axis=-1

@@ -1,0 +1,52 @@
+"""What every result says about where it comes from, and where it is written."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def machine() -> dict[str, Any]:
+    """Processor, cores, memory, load; and the accelerators that JAX sees."""
+    import jax
+
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    name = next((x.split(":")[1].strip() for x in lines if x.startswith("model name")), "unknown")
+    found = {
+        "cpu": name,
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "load_average": round(os.getloadavg()[0], 1),
+    }
+    if jax.default_backend() != "cpu":
+        found["accelerators"] = [device.device_kind for device in jax.devices()]
+    return found
+
+
+def versions() -> dict[str, str]:
+    """Of Python, the packages that decide bits and speed, and the commit."""
+    import deepinfer_jax
+
+    command = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
+    commit = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    return {
+        "python": platform.python_version(),
+        **{name: metadata.version(name) for name in ("jax", "jaxlib", "numpy", "ml_dtypes")},
+        "deepinfer-jax": deepinfer_jax.__version__,
+        "commit": commit or os.environ.get("COMMIT", "unknown"),
+    }
+
+
+def write_result(name: str, label: str, data: dict[str, Any], folder: Path | None = None) -> Path:
+    """Write `data` to NAME-LABEL.json in bench/results or in `folder`; returns the path."""
+    target = (folder or ROOT / "bench" / "results") / f"{name}-{label}.json"
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    return target

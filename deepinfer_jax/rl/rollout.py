@@ -1,0 +1,122 @@
+"""Replies to a batch of prompts in one jitted program, with the log-probs a trainer needs."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from deepinfer_jax import cache as caches
+from deepinfer_jax import rows as row_sets
+from deepinfer_jax import steps
+from deepinfer_jax.cache import Cache
+from deepinfer_jax.config import ModelConfig
+from deepinfer_jax.numerics import Numerics
+from deepinfer_jax.sampling import Sampled, Sampling
+from deepinfer_jax.steps import Running
+from deepinfer_jax.tables import Tables
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Rollout:
+    """Prompts with their replies; S is the prompts' width plus the most new tokens.
+
+    tokens [B, S] int32, zeros from `lengths` [B] on; prompt_lengths [B]. raw, processed, kept_mass
+    [B, S-1] float32: what the sampler saw of token i+1 (as in `steps.Scores`), zero where the
+    token was not sampled. rounds: int32, decode steps or verification rounds that it took.
+    """
+
+    tokens: jax.Array
+    lengths: jax.Array
+    prompt_lengths: jax.Array
+    raw: jax.Array
+    processed: jax.Array
+    kept_mass: jax.Array
+    rounds: jax.Array
+
+    @property
+    def sampled(self) -> jax.Array:
+        """[B, S-1] bool: token i+1 was sampled (and is not of the prompt or padding)."""
+        place = jnp.arange(1, self.tokens.shape[1], dtype=jnp.int32)[None, :]
+        return (place >= self.prompt_lengths[:, None]) & (place < self.lengths[:, None])
+
+
+def rollout(
+    params: Any, tables: Tables, prompts: jax.Array, lengths: jax.Array, sampling: Sampling,
+    stops: jax.Array, cfg: ModelConfig, numerics: Numerics, *, new: int, size: int = 0,
+    scheduled: jax.Array | None = None,
+) -> Rollout:  # fmt: skip
+    """Sample one reply to each prompt.
+
+    Args:
+      prompts: [B, P] int32, right-padded; lengths: [B], at least 1 each.
+      sampling: parameters and seeds of the B replies.
+      stops: [K] int32 token ids that end a reply, as its last token.
+      new: most tokens of a reply.
+      size: drafts made in a round, 0 to decode one by one. Changes the speed only.
+      scheduled: [R, B] int32, how many drafts to verify in round r (row r mod R); default: all.
+
+    Jit with `cfg`, `numerics`, `new` and `size` static. `params` may be stored weights or a
+    trainer's floats.
+    """
+    b, p = prompts.shape
+    if scheduled is None:
+        scheduled = jnp.full((1, b), size, jnp.int32)
+    cache = caches.init_cache(cfg, numerics, b, p + new)
+    rows = row_sets.batch_rows(prompts, lengths)
+    first, cache = steps.prefill(params, tables, rows, cache, sampling, cfg, numerics)
+    ends = jnp.broadcast_to(stops[None, :], (b, stops.shape[0])).astype(jnp.int32)
+    stopped = jnp.any(first.token[:, None] == ends, axis=1)
+    left = jnp.full((b,), new - 1, jnp.int32)
+    running = Running(first.token, ~stopped & (left > 0), left, ends)
+    out = _record(
+        _start(prompts, lengths, new), jax.tree.map(lambda x: x[:, None], first), lengths,
+        jnp.ones((b, 1), bool),
+    )  # fmt: skip
+
+    def more(carry: tuple[Rollout, Running, Cache]) -> jax.Array:
+        return jnp.any(carry[1].active)
+
+    def step(carry: tuple[Rollout, Running, Cache]) -> tuple[Rollout, Running, Cache]:
+        out, running, cache = carry
+        wanted = scheduled[out.rounds % scheduled.shape[0]]
+        place = cache.lengths + 1
+        judged, emitted, running, cache = steps.speculate(
+            params, tables, running, cache, sampling, wanted, cfg, numerics, size=size
+        )
+        return _record(out, judged, place, emitted), running, cache
+
+    return lax.while_loop(more, step, (out, running, cache))[0]
+
+
+def _start(prompts: jax.Array, lengths: jax.Array, new: int) -> Rollout:
+    b, p = prompts.shape
+    inside = jnp.arange(p, dtype=jnp.int32)[None, :] < lengths[:, None]
+    tokens = jnp.pad(jnp.where(inside, prompts, 0).astype(jnp.int32), ((0, 0), (0, new)))
+    nothing = jnp.zeros((b, p + new - 1), jnp.float32)
+    return Rollout(tokens, lengths, lengths, nothing, nothing, nothing, jnp.int32(-1))
+
+
+def _record(out: Rollout, judged: Sampled, place: jax.Array, emitted: jax.Array) -> Rollout:
+    """Write emitted tokens [B, n], of which the first stands at `place` [B], and their numbers."""
+    b, n = judged.token.shape
+    row = jnp.broadcast_to(jnp.arange(b, dtype=jnp.int32)[:, None], (b, n))
+    column = place[:, None] + jnp.arange(n, dtype=jnp.int32)[None, :]
+    column = jnp.where(emitted, column, out.tokens.shape[1])  # out of range: dropped
+
+    def put(to: jax.Array, value: jax.Array) -> jax.Array:
+        return to.at[row, column - 1].set(value, mode="drop")
+
+    return Rollout(
+        tokens=out.tokens.at[row, column].set(judged.token, mode="drop"),
+        lengths=out.lengths + jnp.count_nonzero(emitted, axis=1).astype(jnp.int32),
+        prompt_lengths=out.prompt_lengths,
+        raw=put(out.raw, judged.logprob_raw),
+        processed=put(out.processed, judged.logprob_processed),
+        kept_mass=put(out.kept_mass, judged.kept_mass),
+        rounds=out.rounds + 1,
+    )
