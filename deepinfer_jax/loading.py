@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -97,11 +97,12 @@ def load(
 
 def surroundings() -> startup.Surroundings:
     """The settings of this process that bits depend on."""
+    config: Any = jax.config  # its flags are made when it is imported
     return startup.Surroundings(
         backend=jax.default_backend(),
         xla_flags=os.environ.get("XLA_FLAGS", ""),
-        matmul_precision=jax.config.read("jax_default_matmul_precision"),
-        x64=jax.config.read("jax_enable_x64"),
+        matmul_precision=config.jax_default_matmul_precision,
+        x64=config.jax_enable_x64,
     )
 
 
