@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -79,10 +79,10 @@ def load(
     folder = find_folder(model)
     cfg = ModelConfig.from_json(folder)
     length = resolve_length(cfg, max_length)
-    _check_engram(folder, cfg)
     if numerics is None:
         numerics = Numerics.native(cfg.quantized, rows_for(jax.default_backend()))
     startup.check(numerics, surroundings())
+    _check_engram(folder, cfg)
     tokenizer = open_tokenizer(folder, cfg)
     tables = make_tables(cfg, _token_map(folder, cfg), length)
     return Model(
@@ -95,22 +95,23 @@ def load(
     )
 
 
+def surroundings() -> startup.Surroundings:
+    """The settings of this process that bits depend on."""
+    config: Any = jax.config  # its flags are made when it is imported
+    return startup.Surroundings(
+        backend=jax.default_backend(),
+        xla_flags=os.environ.get("XLA_FLAGS", ""),
+        matmul_precision=config.jax_default_matmul_precision,
+        x64=config.jax_enable_x64,
+    )
+
+
 def _check_engram(folder: Path, cfg: ModelConfig) -> None:
     """Refuse Engram sizes that no hashing fits, which would come to light while tracing."""
     try:
         engram.hash_constants(cfg)
     except ValueError as error:
         raise ValueError(f"{folder / 'config.json'}: {error}") from None
-
-
-def surroundings() -> startup.Surroundings:
-    """The settings of this process that bits depend on."""
-    return startup.Surroundings(
-        backend=jax.default_backend(),
-        xla_flags=os.environ.get("XLA_FLAGS", ""),
-        matmul_precision=jax.config.jax_default_matmul_precision,
-        x64=jax.config.jax_enable_x64,
-    )
 
 
 def _in_memory(params: Params, cfg: ModelConfig, weights: str) -> Params:

@@ -42,7 +42,7 @@ def both(weights, made, batch, cache):
     seen, unrolled = forward.trace(weights, made, batch, cache, DEEP, NUMERICS)
     last = seen[-1][0]
     u = hyper.collapse(last.pre, last.x, NUMERICS)
-    output = rms_norm(u, weights["norm"], DEEP.rms_norm_eps, NUMERICS.dtype)
+    output = rms_norm(u, weights["norm"], DEEP.rms_norm_eps, NUMERICS)
     return (hidden.output, hidden.routed, looped), (output, last.routed, unrolled)
 
 

@@ -27,7 +27,10 @@ from tests import test_numerics as primitives
 from tests.feeding import bits
 from tests.golden.reader import folders
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning"),
+]
 
 DTYPES = ("bfloat16", "float32")
 COUNTS = (1, 2, 7, 8, 9, 16, 17, 33, 64, 65, 127, 128, 129, 255)

@@ -55,27 +55,37 @@ def _fitting(how: Schedule, length: int) -> Schedule:
 def plain(m: int, k: int, n: int) -> Schedule:
     """For bfloat16 rows and weights."""
     count = parts(k, n)
-    if count > 1:
-        how = Schedule(16, 64, 128, 4, 4) if m <= 16 else Schedule(64, 64, 128, 4, 3)
-        how = how if m <= 512 else Schedule(128, 128, 64, 8, 3)
-    elif m <= 16:
-        how = Schedule(16, 16, 256, 1, 4) if n <= 8192 else Schedule(16, 64, 128, 4, 5, True)
+    if m <= 16:
+        how = Schedule(16, 64, 128, 4, 5, True) if n > 8192 else Schedule(16, 16, 256, 1, 4)
+        how = how if count == 1 else Schedule(16, 64, 128, 4, 4)
     elif m <= 64:
         how = Schedule(64, 64, 128, 4, 4, True) if n >= 4096 else Schedule(64, 32, 128, 4, 5)
+        how = how if count == 1 else Schedule(64, 64, 128, 4, 3)
+    elif count > 1:
+        how = Schedule(64, 128, 64, 4, 4)
     elif m <= 512:
-        how = Schedule(128, 128, 64, 4, 3) if n >= 4096 else Schedule(64, 64, 128, 4, 3)
+        how = Schedule(64, 32, 128, 4, 4) if n < 2048 else Schedule(64, 64, 64, 4, 5)
+        how = how if n < 4096 else Schedule(128, 128, 64, 4, 3 if n > 8192 else 4)
     else:
-        how = Schedule(128, 256, 64, 8, 4) if n >= 4096 else Schedule(128, 128, 64, 4, 4)
+        wide = n >= 4096 and m * n >= 1 << 24
+        how = Schedule(128, 256, 64, 8, 4) if wide else Schedule(128, 128, 64, 4, 4)
     return _fitting(how, k // count)
 
 
 def decoded(m: int, k: int, n: int) -> Schedule:
     """For bfloat16 rows and weights in FP8 or FP4."""
+    count = parts(k, n)
     if m <= 64:
-        how = Schedule(64, 32, 128, 4, 4)
+        how = Schedule(64, 64, 128, 4, 4) if n <= 8192 else Schedule(64, 128, 64, 4, 4)
+        if n < 4096:
+            how = Schedule(64, 16 if n < 2048 else 32, 256, 4, 3)
+        how = how if count == 1 else Schedule(64, 32, 128, 4, 4)
     else:
-        how = Schedule(128, 64, 64, 4, 4) if n >= 4096 else Schedule(64, 32, 128, 4, 4)
-    return _fitting(how, k // parts(k, n))
+        how = Schedule(128, 64, 64, 4, 4) if n <= 8192 else Schedule(128, 128, 64, 4, 3)
+        if n < 4096:
+            how = Schedule(128, 64, 128, 4, 3) if n >= 2048 else Schedule(64, 32, 128, 4, 4)
+        how = how if count == 1 else Schedule(128, 64, 128, 4, 3)
+    return _fitting(how, k // count)
 
 
 def exact(m: int, k: int, n: int) -> Schedule:
@@ -96,17 +106,16 @@ def float32() -> Schedule:
 
 def tile_rows(m: int, experts: int, packed: bool) -> int:
     """Rows of one expert per tile, for m rows spread over `experts`; packed: FP8 or FP4 weights."""
-    if m >= 48 * experts:
-        return 128
-    return 64 if packed or m >= 24 * experts else 16
+    if packed or m < 48 * experts:
+        return 64 if packed or m >= 24 * experts else 16
+    return 128
 
 
 def grouped(rows: int, k: int) -> Schedule:
     """For tiles of `rows` rows of one expert."""
-    if rows == 128:
-        how = Schedule(128, 128, 64, 4, 3)
-    elif rows == 64:
-        how = Schedule(64, 64, 64, 4, 4)
-    else:
-        how = Schedule(16, 64, 128, 4, 4)
-    return _fitting(how, k)
+    hows = {
+        16: Schedule(16, 64, 128, 4, 4),
+        64: Schedule(64, 64, 64, 4, 4),
+        128: Schedule(128, 128, 64, 4, 3),
+    }
+    return _fitting(hows[rows], k)
