@@ -1,30 +1,45 @@
 """What does bit invariance cost, against plain XLA in the same run?
 
-Two halves. `--programs`: whole programs of a model (decode, verification, scoring), the invariant
-form of this back end against `rows="batched"`, which runs the same grouped experts. `--products`:
-the products of one released layer (K 5120/1280/8192/2304, N as released) by number of rows M, with
-weights in bfloat16 and as stored (FP8, FP4). Forms take turns; a ratio is of medians.
+Whole programs of a model (decode, verification, scoring), and the products of one layer of the
+released model by number of rows: the invariant form of this back end against `rows="batched"`,
+plain XLA with the same grouped experts. Forms take turns; a ratio is of medians. On a GPU, where a
+single product is over before the clock has ticked, its products are the matter of gpu_products.py.
 
     python bench/determinism.py --machine cpu2
-    python bench/determinism.py --machine h200 --rows 1 8 64 256 1024 4096
+    python bench/determinism.py --machine h200 --rows
 """
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from environment import machine, versions, write_result
 
 import deepinfer_jax as di
 from deepinfer_jax import numerics as nx
-from deepinfer_jax import steps
+from deepinfer_jax import quant, steps
+from deepinfer_jax.numerics import Numerics
 
+# Products of one released layer: K, N, how often, storage.
+LAYER = {
+    "queries down": (5120, 1280, 1, "fp8_block"),
+    "queries up": (1280, 32768, 1, "fp8_block"),
+    "window": (5120, 512, 1, "fp8_block"),
+    "output up": (8192, 5120, 1, "fp8_block"),
+    "shared expert up": (5120, 2304, 2, "fp8_block"),
+    "shared expert down": (2304, 5120, 1, "fp8_block"),
+    "routed expert up": (5120, 2304, 2, "fp4_group"),
+    "routed expert down": (2304, 5120, 1, "fp4_group"),
+}
 DECODE, DRAFTS, SCORE = (1, 8, 32), 5, (8, 128)  # slots; drafts of 8 slots; sequences and tokens
 _STATIC = ("cfg", "numerics")
 
@@ -116,3 +131,81 @@ def _scoring(model: di.Model) -> dict[str, Callable]:
         )
         for name, rows in forms().items()
     }  # fmt: skip
+
+
+# -- products of a released layer ------------------------------------------------------------------
+
+_product = jax.jit(nx.linear, static_argnames="numerics")
+
+
+def products(counts: list[int], repeats: int) -> list[dict[str, Any]]:
+    """Every product of the layer at every number of rows, from bfloat16 and from stored weights."""
+    found = []
+    for name, (k, n, times, stored) in LAYER.items():
+        wide = jax.random.normal(jax.random.key(0), (n, k)).astype(jnp.bfloat16)
+        for storage in ("bf16", stored):
+            weight = wide if storage == "bf16" else quant.quantize(wide, storage)
+            for m in counts:
+                x = jax.random.normal(jax.random.key(m), (m, k)).astype(jnp.bfloat16)
+                runs = {
+                    form: lambda x=x, w=weight, rows=rows: _product(
+                        x, w, Numerics.native(False, rows)
+                    )
+                    for form, rows in forms().items()
+                }
+                row = {"name": name, "k": k, "n": n, "times": times, "storage": storage, "rows": m}
+                found.append(row | compared(in_turns(runs, repeats)))
+                print(name, storage, m, round(found[-1]["ratio"], 2), flush=True)
+    return found
+
+
+def layer_sums(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The layer's products added up by storage and rows."""
+    totals: dict[tuple[str, int], list[float]] = {}
+    for row in rows:
+        kind = "bf16" if row["storage"] == "bf16" else "released"
+        total = totals.setdefault((kind, row["rows"]), [0.0, 0.0])
+        for place, form in enumerate(("invariant_ms", "plain_ms")):
+            total[place] += row["times"] * row[form]
+    return [
+        {"storage": kind, "rows": m, "invariant_ms": a, "plain_ms": b, "ratio": a / b}
+        for (kind, m), (a, b) in totals.items()
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--machine", default="local", help="short name for the result file")
+    parser.add_argument("--model", default="spark-tiny")
+    parser.add_argument("--rows", type=int, nargs="*", default=[1, 8, 64, 256, 1024])
+    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--loops", type=int, default=16, help="decode steps in one program")
+    parser.add_argument("--out", type=Path, help="folder of the result, default bench/results")
+    given = parser.parse_args()
+    start = machine()
+    model = di.load(given.model)
+    samples = {}
+    for name, seconds in programs(model, given.repeats, given.loops):
+        samples[name] = seconds
+        print(name, {k: round(v, 3) for k, v in compared(seconds).items()}, flush=True)
+    rows = products(given.rows, given.repeats)
+    path = write_result("determinism", given.machine, {
+        "question": __doc__.splitlines()[0],
+        "machine": start,
+        "versions": versions(),
+        "config": {"name": given.model, "numerics": dataclasses.asdict(model.numerics),
+                   "forms": forms(), "loops": given.loops},
+        "samples": samples,
+        "results": {
+            "programs": {name: compared(seconds) for name, seconds in samples.items()},
+            "products": rows,
+            "layer": layer_sums(rows),
+        },
+    }, given.out)  # fmt: skip
+    for row in layer_sums(rows):
+        print(f"layer, {row['storage']:9}{row['rows']:6} rows: {row['ratio']:.2f}")
+    print(path)
+
+
+if __name__ == "__main__":
+    main()
