@@ -132,7 +132,7 @@ def test_rows_do_not_depend_on_their_number(dtype, count):
     check_rows(dtype, count)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("count", EVERY)
 def test_rows_do_not_depend_on_any_number(dtype, count):

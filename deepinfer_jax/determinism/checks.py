@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
-from deepinfer_jax.determinism import compilation, engine, serving, training
+from deepinfer_jax.determinism import compilation, engine, serving, speculation, training
 from deepinfer_jax.determinism.equality import unequal
 from deepinfer_jax.determinism.reference import (
     Setup,
@@ -69,6 +69,8 @@ CHECKS = (
     Check("engine", "generate, more requests than slots, two orders", engine.engine),
     Check("scan", "decoding inside lax.scan", engine.scan),
     Check("score", "the trainer's pass: scores alone, batch 8", training.score),
+    Check("speculation", "the model's drafter, any number verified", speculation.speculation),
+    Check("devices", "data and expert parallel over 2 to 8 devices", speculation.devices),
     Check("compilation", "compilation cache cold and warm", compilation.compiled, alone=True),
 )
 _WORKERS = 2

@@ -17,6 +17,7 @@ from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.determinism.reference import Setup
 from deepinfer_jax.determinism.schedules import Pair
 from deepinfer_jax.numerics import Numerics
+from deepinfer_jax.sampling import Sampling
 from deepinfer_jax.steps import Scores
 from deepinfer_jax.tables import Tables
 
@@ -28,13 +29,15 @@ scored = jax.jit(steps.score, static_argnames=("cfg", "numerics", "remat"))
 
 @functools.partial(jax.jit, static_argnames=("cfg", "numerics", "remat"))
 def trained(
-    params: Any, tables: Tables, tokens: jax.Array, lengths: jax.Array, cfg: ModelConfig,
-    numerics: Numerics, remat: bool,
+    params: Any, tables: Tables, tokens: jax.Array, lengths: jax.Array, sampling: Sampling,
+    cfg: ModelConfig, numerics: Numerics, remat: bool,
 ) -> tuple[tuple[jax.Array, Scores], Any]:  # fmt: skip
     """((mean negative log-probability, scores), gradient) of tokens [B, S] with lengths [B]."""
 
     def loss(params):
-        scores = steps.score(params, tables, tokens, lengths, cfg, numerics, remat=remat)
+        scores = steps.score(
+            params, tables, tokens, lengths, cfg, numerics, sampling=sampling, remat=remat
+        )
         real = jnp.arange(1, tokens.shape[1])[None, :] < lengths[:, None]
         total = nx.plain_sum(jnp.where(real, scores.raw, 0).reshape(-1), 0)
         return -total / jnp.sum(lengths - 1, dtype=jnp.int32).astype(jnp.float32), scores
@@ -47,7 +50,10 @@ def score(setup: Setup) -> Iterator[Pair]:
     model = setup.model
     for numbers in _groups(setup, MICRO_BATCH):
         tokens, lengths = padded(setup, numbers, setup.capacity + 3)
-        scores = scored(model.params, model.tables, tokens, lengths, model.cfg, model.numerics)
+        scores = scored(
+            model.params, model.tables, tokens, lengths, model.cfg, model.numerics,
+            sampling=sampling_of(setup, numbers),
+        )  # fmt: skip
         yield from score_pairs(setup, numbers, scores)
 
 
@@ -67,8 +73,9 @@ def _train(setup: Setup, batch: int, width: int, *, remat: bool) -> Iterator[Pai
     for numbers in _groups(setup, batch):
         tokens, lengths = padded(setup, numbers, width)
         (_, scores), _ = trained(
-            masters, model.tables, tokens, lengths, model.cfg, model.numerics, remat
-        )
+            masters, model.tables, tokens, lengths, sampling_of(setup, numbers), model.cfg,
+            model.numerics, remat,
+        )  # fmt: skip
         yield from score_pairs(setup, numbers, scores)
 
 
@@ -77,6 +84,11 @@ def _groups(setup: Setup, batch: int) -> list[list[int]]:
     count = len(setup.references)
     numbers = [i % count for i in range(-(-count // batch) * batch)]
     return [numbers[i : i + batch] for i in range(0, len(numbers), batch)]
+
+
+def sampling_of(setup: Setup, numbers: Sequence[int]) -> Sampling:
+    """What these references were sampled with, in order."""
+    return setup.sampling(dict(enumerate(numbers)), len(numbers))
 
 
 def padded(setup: Setup, numbers: Sequence[int], width: int) -> tuple[np.ndarray, np.ndarray]:
@@ -89,11 +101,21 @@ def padded(setup: Setup, numbers: Sequence[int], width: int) -> tuple[np.ndarray
 
 
 def score_pairs(setup: Setup, numbers: Sequence[int], scores: Scores) -> Iterator[Pair]:
-    """What the sampler saw: log-probabilities of the following tokens, experts of every token."""
+    """What the sampler saw: log-probabilities of the following tokens, experts of every token.
+
+    Processed log-probabilities and kept mass are compared where a token was drawn.
+    """
     raw, routed = np.asarray(scores.raw), np.moveaxis(np.asarray(scores.routed), 0, 2)
+    processed, kept = np.asarray(scores.processed), np.asarray(scores.kept_mass)
     for row, number in enumerate(numbers):
         reference = setup.references[number]
-        length = len(reference.text)
+        length, reply = len(reference.text), reference.prompt - 1
         want = {name: reference.row(name, 0, length) for name in ("scored", "routed")}
-        got = {"scored": raw[row, : length - 1], "routed": routed[row, :length]}
+        want |= {n: reference.row(n, reply, length - 1) for n in ("processed", "kept")}
+        got = {
+            "scored": raw[row, : length - 1],
+            "routed": routed[row, :length],
+            "processed": processed[row, reply : length - 1],
+            "kept": kept[row, reply : length - 1],
+        }
         yield Pair(f"request {number}, row {row} of {len(numbers)}", got, want)

@@ -7,12 +7,19 @@ import pytest
 from deepinfer_jax import determinism
 from tests.invariance import setups
 
-COSTLY = {"engine", "scan", "compilation", "gradient", "remat"}  # programs of their own
+# Checks with programs of their own run in one of the two numerics by default.
+ONCE = {
+    "float32": {"compilation", "devices"},
+    "bfloat16": {"engine", "scan", "gradient", "remat", "speculation"},
+}
+COSTLY = set.union(*ONCE.values())
 
 
 def case(check, dtype):
-    slow = [pytest.mark.slow] if check.name in COSTLY or dtype == "bfloat16" else []
-    return pytest.param(check, dtype, id=f"{check.name}-{dtype}", marks=slow)
+    marks = [pytest.mark.slow] if check.name in COSTLY or dtype == "bfloat16" else []
+    if check.name in COSTLY - ONCE[dtype]:
+        marks.append(pytest.mark.exhaustive)
+    return pytest.param(check, dtype, id=f"{check.name}-{dtype}", marks=marks)
 
 
 # The persistent cache holds programs, whatever their numbers are: once is enough.

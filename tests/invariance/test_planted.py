@@ -14,6 +14,7 @@ import pytest
 
 from deepinfer_jax import determinism
 from tests.invariance import setups
+from tests.invariance.test_checks import COSTLY
 
 CHECKS = {check.name: check for check in determinism.CHECKS}
 SEEN_IN_PLAIN_FORM = ("batch", "padding", "chunks", "drafts", "neighbours", "preemption",
@@ -23,7 +24,13 @@ SERVING = ("token", "raw", "processed", "kept", "scored", "routed", "output", "e
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SEEN_IN_PLAIN_FORM)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.exhaustive] if name in COSTLY else [])
+        for name in SEEN_IN_PLAIN_FORM
+    ],
+)
 def test_the_plain_form_is_caught(name):
     finding = determinism.run_check(CHECKS[name], setups.batched())
     assert finding.differing
