@@ -158,6 +158,24 @@ def test_experts_come_from_the_whole_stack():
     np.testing.assert_allclose(got[:48], want, atol=2e-6 * np.abs(want).max())
 
 
+def test_gradients_ignore_what_no_product_has_written():
+    """Few rows, many experts: most tiles of the first product are never computed."""
+    w = jnp.asarray(normal(1, 1, 6, 32, 32))
+    x, ids = jnp.asarray(normal(2, 9, 32)), jnp.array([4, 0, 4, 4, 0, 9, 4, 0, 9], jnp.int32)
+
+    def loss(w, x, numerics):
+        groups = nx.group_rows(ids, w, numerics)
+        linear = functools.partial(
+            nx.grouped_linear, weight=w, layer=0, groups=groups, numerics=numerics
+        )
+        y = nx.collect(groups, linear(jnp.sin(linear(nx.spread(groups, x)))))
+        return jnp.sum(y * y)
+
+    slope = jax.jit(jax.grad(loss, argnums=(0, 1)), static_argnums=2)
+    for left, right in zip(slope(w, x, FLOAT32), slope(w, x, Numerics.fp32()), strict=True):
+        np.testing.assert_allclose(left, right, atol=2e-5 * float(jnp.abs(right).max()))
+
+
 # -- which form runs where -------------------------------------------------------------------------
 
 

@@ -141,8 +141,9 @@ def _grouped_forward(x, weight, layer, groups, numerics):
 
 def _grouped_backward(numerics, saved, g):
     x, weight, layer, groups = saved
-    live = jnp.repeat(jnp.arange(groups.expert.shape[0]) < groups.used, groups.tile)
-    g = jnp.where(live[:, None], g, jnp.zeros((), g.dtype))
+    live = jnp.repeat(jnp.arange(groups.expert.shape[0]) < groups.used, groups.tile)[:, None]
+    # What no product has written may be NaN, which a gradient of zero would not silence.
+    x, g = (jnp.where(live, a, jnp.zeros((), a.dtype)) for a in (x, g))
     _, pull = jax.vjp(lambda x, w: _batched(x, w, layer, groups, numerics), x, weight)
     return *pull(g), None, None
 

@@ -93,11 +93,9 @@ def _contract_groups(x: jax.Array, w: jax.Array) -> jax.Array:
 def group_dot(x: jax.Array, w: Any, numerics: Numerics) -> jax.Array:
     """x [T, G, K] times w [G * N, K], group by group -> float32 [T, G, N]; rows are independent.
 
-    w: an array of x's dtype, or a stored weight.
+    w: a weight leaf, plain or stored.
     """
-    if numerics.rows != "pallas":
-        w = float_weight(w, x.dtype)
-    return cast(jax.Array, _group_dot(x, w, numerics))
+    return cast(jax.Array, _group_dot(x, operand(w, numerics), numerics))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
