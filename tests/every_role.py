@@ -12,7 +12,6 @@ import json
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +25,7 @@ from deepinfer_jax.determinism.feeding import Text
 from deepinfer_jax.loading import Model
 from deepinfer_jax.model import draft
 from deepinfer_jax.numerics import Numerics
+from deepinfer_jax.numerics.settings import Form
 from deepinfer_jax.text import load_tokenizer
 from tests.oracle import Oracle, dequantize, random_model
 from tests.oracle.storage import store
@@ -53,7 +53,7 @@ def sources() -> tuple[dict, Tensors, np.ndarray]:
 
 
 @functools.cache
-def model(dtype: str, rows: Literal["tiled", "batched"] = "tiled") -> Model:
+def model(dtype: str, rows: Form = "tiled") -> Model:
     """The model of `sources` in the shipped numerics ("bfloat16") or in "float32".
 
     The numerics switch to long tiles at 16 rows, so that both tile heights are in use. Its

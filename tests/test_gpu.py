@@ -15,16 +15,17 @@ import numpy as np
 import pytest
 
 import deepinfer_jax
-from deepinfer_jax import checkpoint, params, quant, rows, steps, tables
+from deepinfer_jax import checkpoint, determinism, params, quant, rows, tables
 from deepinfer_jax import numerics as nx
 from deepinfer_jax.cache import init_cache
 from deepinfer_jax.config import ModelConfig
+from deepinfer_jax.determinism import reference
+from deepinfer_jax.determinism.equality import bits
 from deepinfer_jax.model import forward, head
 from deepinfer_jax.numerics import Numerics
 from deepinfer_jax.numerics.pallas import products
-from tests import feeding
+from tests import every_role
 from tests import test_numerics as primitives
-from tests.feeding import bits
 from tests.golden.reader import folders
 
 pytestmark = [
@@ -133,111 +134,22 @@ def test_top_k_is_a_total_order(width, k):
     np.testing.assert_array_equal(got, np.argsort(-x, axis=1, kind="stable")[:, :k])
 
 
-# -- the model -------------------------------------------------------------------------------------
-
-ONE, FEW, MANY = 1, 12, 48  # rows of the three compiled programs
-LENGTHS = (48, 37, 29)
-
-
-def model(dtype: str) -> feeding.Model:
-    m = feeding.model(dtype)
-    return dataclasses.replace(m, numerics=on_gpu(m.numerics))
+# -- the contract ----------------------------------------------------------------------------------
 
 
 @functools.cache
-def texts(dtype: str) -> tuple[feeding.Text, ...]:
-    spans = (range(10, 17), range(0), range(0))
-    cfg = feeding.model(dtype).cfg
-    return tuple(
-        feeding.text(cfg, n, i, s) for i, (n, s) in enumerate(zip(LENGTHS, spans, strict=True))
-    )
-
-
-@functools.cache
-def whole(dtype: str, number: int) -> list[dict[str, np.ndarray]]:
-    """What the whole prefill of one text gives for every position."""
-    m, source = model(dtype), texts(dtype)[number]
-    pieces = [feeding.piece(0, source, 0, len(source))]
-    fed, _ = feeding.feed(m, feeding.garbage(m), pieces, MANY)
-    return [r for p in range(len(source)) if (r := fed.of(0, p)) is not None]
-
-
-def check(dtype: str, number: int, fed: feeding.Fed, slot: int, start: int, stop: int) -> None:
-    for position in range(start, stop):
-        got, want = fed.of(slot, position), whole(dtype, number)[position]
-        assert got is not None
-        names = [n for n in want if n != "logprob" or position < stop - 1]
-        left, right = ({n: r[n] for n in names} for r in (got, want))
-        assert not feeding.different(left, right), (number, position)
+def setup(dtype: str) -> reference.Setup:
+    """Requests on the model with every role: each alone, one token at a time."""
+    model = every_role.model(dtype, "pallas")
+    return reference.make_setup(model, tokens=22, seed=1, count=4)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_chunks_decoding_and_verification_give_the_bits_of_whole_prefill(dtype):
-    """Three texts in three of four slots; every call mixes their rows, right and wrong ones."""
-    m, slots, done, rng = model(dtype), (2, 0, 3), [0, 0, 0], np.random.default_rng(5)
-    cache = feeding.garbage(m)
-    while any(d < n for d, n in zip(done, LENGTHS, strict=True)):
-        pieces, claims, total = [], [], 0
-        for number in rng.permutation(3):
-            left = LENGTHS[number] - done[number]
-            count = min(int(rng.choice([0, 1, 1, 3, 6, 14])), left, MANY - total)
-            if not count:
-                continue
-            good = int(rng.integers(1, count + 1)) if count <= 6 else count
-            start, source = done[number], texts(dtype)[number]
-            p = feeding.piece(slots[number], source, start, start + count)
-            pieces.append(feeding.wrong(p, good, m.cfg.vocab_size))
-            claims.append((number, start, start + good))
-            done[number], total = start + good, total + count
-        if not pieces:
-            continue
-        fed, cache = feeding.feed(m, cache, pieces, FEW if total <= FEW else MANY)
-        for number, start, stop in claims:
-            check(dtype, number, fed, slots[number], start, stop)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_decoding_alone(dtype):
-    """One row per call, in a cache ten times as long."""
-    m, source = model(dtype), texts(dtype)[0]
-    _, cache = feeding.feed(m, feeding.garbage(m), [feeding.piece(2, source, 0, 20)], MANY)
-    cache = feeding.moved(m, cache, 2, 600)
-    for position in range(20, 40):
-        pieces = [feeding.piece(0, source, position, position + 1)]
-        fed, cache = feeding.feed(m, cache, pieces, ONE)
-        check(dtype, 0, fed, 0, position, position + 1)
-
-
-@functools.partial(jax.jit, static_argnames=("cfg", "numerics", "remat"))
-def _loss(weights, made, tokens, lengths, cfg, numerics, remat):
-    def loss(weights):
-        scores = steps.score(weights, made, tokens, lengths, cfg, numerics, remat=remat)
-        real = jnp.arange(1, tokens.shape[1])[None, :] < lengths[:, None]
-        return -jnp.sum(jnp.where(real, scores.raw, 0)), scores
-
-    return jax.value_and_grad(loss, has_aux=True)(weights)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("trained", [False, True])
-def test_a_trainer_sees_what_the_sampler_computed(dtype, trained):
-    """Scores of whole sequences, also of float32 masters under value_and_grad and remat."""
-    m, numbers = model(dtype), (2, 1)
-    tokens = np.full((2, 40), 5, np.int32)
-    for row, number in zip(tokens, numbers, strict=True):
-        row[: LENGTHS[number]] = texts(dtype)[number].tokens
-    lengths = np.array([LENGTHS[n] for n in numbers], np.int32)
-    if trained:
-        masters = params.widen(m.params)
-        (_, scores), slope = _loss(masters, m.tables, tokens, lengths, m.cfg, m.numerics, True)
-        for path, leaf in params.by_path(slope).items():
-            assert np.isfinite(np.asarray(leaf)).all(), path
-    else:
-        run = jax.jit(steps.score, static_argnames=("cfg", "numerics"))
-        scores = run(m.params, m.tables, tokens, lengths, m.cfg, m.numerics)
-    for row, number in zip(np.asarray(scores.raw), numbers, strict=True):
-        want = np.array([r["logprob"][0] for r in whole(dtype, number)[:-1]])
-        np.testing.assert_array_equal(bits(row[: len(want)]), bits(want))
+@pytest.mark.parametrize("check", determinism.CHECKS, ids=lambda check: check.name)
+def test_nothing_changes_a_bit(check, dtype):
+    finding = determinism.run_check(check, setup(dtype))
+    assert finding.first is None
+    assert finding.differing == 0
 
 
 # -- recorded numbers, and the shipped model -------------------------------------------------------

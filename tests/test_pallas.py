@@ -15,11 +15,11 @@ import pytest
 
 from deepinfer_jax import numerics as nx
 from deepinfer_jax import quant
+from deepinfer_jax.determinism.equality import bits
 from deepinfer_jax.numerics import Numerics, rows_for, startup
 from deepinfer_jax.numerics.pallas import grouped, products, schedule
 from deepinfer_jax.numerics.pallas.schedule import Schedule
 from tests import test_numerics as primitives
-from tests.feeding import bits
 from tests.test_numerics import as_dtype, normal
 
 FLOAT32, NATIVE = (
