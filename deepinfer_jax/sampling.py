@@ -351,9 +351,7 @@ def _truncated(scaled: jax.Array, sampling: Sampling) -> jax.Array:
     without sorting, by bisection over the bits of the order; a step only counts tokens and adds
     integer units of mass, so the outcome does not depend on any order of summation.
     """
-    top = jnp.max(scaled, axis=-1, keepdims=True)
-    top = jnp.where(jnp.isfinite(top), top, np.float32(0))  # as in `numerics.logsumexp`
-    weight = jnp.exp(scaled - top)
+    weight = jnp.exp(scaled - numerics.finite_max(scaled, -1))
     share = weight * (1 / numerics.unit_sum(weight))[..., None]
     units = jnp.floor(share * _UNIT).astype(jnp.uint32)
     mass_limit = jnp.floor(sampling.top_p * _UNIT).astype(jnp.uint32)

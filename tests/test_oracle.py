@@ -223,7 +223,7 @@ def released_pattern() -> dict:
     return config
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_layers_in_loops_are_layers(tmp_path):
     """`forward` loops over equal layers: output, experts, cache and draft of 20 of them."""
     pair = _pair(released_pattern(), "fp32", 5, tmp_path)
@@ -271,13 +271,13 @@ _PHASES = (Phase.explicit, Phase.generate)
 
 @pytest.mark.slow
 @given(case=cases())
-@settings(max_examples=4, phases=_PHASES)
+@settings(max_examples=2, phases=_PHASES)
 def test_random_models(tmp_path_factory, case):
     compare(*case, tmp_path_factory.mktemp("model"))
 
 
 @pytest.mark.exhaustive
 @given(case=cases())
-@settings(max_examples=8, phases=_PHASES)
+@settings(max_examples=10, phases=_PHASES)
 def test_more_random_models(tmp_path_factory, case):
     compare(*case, tmp_path_factory.mktemp("model"))

@@ -69,6 +69,7 @@ def test_scores_over_a_mesh_are_those_of_one_device(data, expert):
     same(known(got), known(alone()))
 
 
+@pytest.mark.exhaustive
 def test_rollouts_over_a_mesh_are_those_of_one_device():
     """Prefill, drafts and verification; devices that finish early wait for the others."""
     params, table = model()

@@ -47,7 +47,7 @@ def pool(pairs: jax.Array) -> jax.Array:
     """Per-feature softmax of the gates over the group: [T, m, 2, Hd] -> float32 [T, Hd]."""
     count = pairs.shape[1]
     a, g = pairs[:, :, 0], pairs[:, :, 1]
-    top = jax.lax.stop_gradient(jnp.max(g, axis=1))
+    top = nx.finite_max(g, 1)[:, 0]
     e = [jnp.exp(g[:, i] - top) for i in range(count)]
     total = nx.ordered_sum(e)
     return nx.ordered_sum([nx.pin((e[i] / total) * a[:, i]) for i in range(count)])

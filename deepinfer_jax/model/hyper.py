@@ -69,10 +69,7 @@ def _sinkhorn(m: jax.Array, cfg: ModelConfig, numerics: Numerics) -> jax.Array:
     def total(m: jax.Array, axis: int) -> jax.Array:
         return jnp.expand_dims(nx.axis_sum(m, axis, numerics), axis)
 
-    # Guarded, although it is finite: XLA:CPU hands "max, subtract, exp" of more than 4,096 numbers
-    # to a kernel whose exp has other bits, but only when nothing stands between them.
-    top = lax.stop_gradient(jnp.max(m, axis=2, keepdims=True))
-    m = jnp.exp(m - jnp.where(jnp.isfinite(top), top, np.float32(0)))
+    m = jnp.exp(m - nx.finite_max(m, 2))
     m = nx.quotient(m, total(m, 2)) + eps
     m = nx.quotient(m, total(m, 1) + eps)
 

@@ -13,7 +13,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from deepinfer_jax import numerics as nx
 from deepinfer_jax.numerics import Numerics
@@ -99,8 +98,7 @@ def attend(q: jax.Array, keys: Keys, sink: jax.Array, scale: float) -> tuple[jax
         mask = jnp.concatenate([mask, keys.far_mask], axis=-1)
     mask = mask[:, None]
     s = jnp.where(mask, s * np.float32(scale), -jnp.inf)
-    top = lax.stop_gradient(jnp.max(s, axis=-1, keepdims=True))
-    top = jnp.where(jnp.isfinite(top), top, np.float32(0))
+    top = nx.finite_max(s, -1)
     p = jnp.where(mask, jnp.exp(jnp.where(mask, s, 0) - top), 0)
     z = nx.plain_sum(p, -1) + jnp.exp(sink.reshape(1, -1, 1, 1) - top[..., 0])
     rounded = nx.round_to(p, q.dtype)
@@ -118,8 +116,7 @@ def attend_blocks(
     mask = mask[:, None, None, :]
     keys = jnp.where(mask[:, 0, 0, :, None], keys, 0)
     s = jnp.where(mask, nx.einsum("bnhk,bjk->bhnj", q, keys) * np.float32(scale), -jnp.inf)
-    top = lax.stop_gradient(jnp.max(s, axis=-1, keepdims=True))
-    top = jnp.where(jnp.isfinite(top), top, np.float32(0))
+    top = nx.finite_max(s, -1)
     p = jnp.where(mask, jnp.exp(jnp.where(mask, s, 0) - top), 0)
     z = nx.plain_sum(p, -1) + jnp.exp(sink.reshape(1, -1, 1) - top[..., 0])
     value = nx.einsum("bhnj,bjk->bnhk", nx.round_to(p, q.dtype), keys)

@@ -14,7 +14,7 @@ own. `rows="batched"` trades the promise for plain XLA operations; `rows="dense"
 works on whole sequences at once, with masks instead of gathers (training on accelerators).
 """
 
-from deepinfer_jax.numerics.elements import float_weight, pin, quotient, round_to, top_k
+from deepinfer_jax.numerics.elements import finite_max, float_weight, pin, quotient, round_to, top_k
 from deepinfer_jax.numerics.experts import Groups, collect, group_rows, grouped_linear, spread
 from deepinfer_jax.numerics.mapping import map_rows
 from deepinfer_jax.numerics.products import dot, einsum, group_dot, linear, linear_f32
@@ -41,6 +41,7 @@ __all__ = [
     "collect",
     "dot",
     "einsum",
+    "finite_max",
     "float_weight",
     "group_dot",
     "group_rows",

@@ -47,6 +47,16 @@ def float_weight(leaf: Any, dtype: Any) -> jax.Array:
     return leaf.astype(dtype)
 
 
+def finite_max(x: jax.Array, axis: int) -> jax.Array:
+    """Largest of `x` along an axis that is kept, 0 where nothing is finite; to subtract before exp.
+
+    The guard is needed even where all is finite: XLA:CPU hands "max, subtract, exp" of 4,096 or
+    more numbers to a kernel whose exp has other bits, unless something stands between them.
+    """
+    top = lax.stop_gradient(jnp.max(x, axis=axis, keepdims=True))
+    return jnp.where(jnp.isfinite(top), top, np.float32(0))
+
+
 def top_k(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
     """Largest k of the last axis in a total order: value, then lower index; -0 equals +0."""
     # Adding zero would turn -0 into +0 too, were it not simplified away.

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from deepinfer_jax.numerics.elements import pin, round_to
+from deepinfer_jax.numerics.elements import finite_max, pin, round_to
 from deepinfer_jax.numerics.pallas import scores as kernels
 from deepinfer_jax.numerics.products import contract, precision
 from deepinfer_jax.numerics.settings import Numerics
@@ -35,8 +35,7 @@ def attend(
 def _attend(q, keys, mask, sink, scale, numerics):
     s = pin(contract(q, keys) * np.float32(scale))
     s = jnp.where(mask, s, -jnp.inf)
-    top = lax.stop_gradient(jnp.max(s, axis=-1, keepdims=True))
-    top = jnp.where(jnp.isfinite(top), top, np.float32(0))
+    top = finite_max(s, -1)
     p = jnp.where(mask, jnp.exp(jnp.where(mask, s, 0) - top), 0)
     z = row_sum(p, numerics) + jnp.exp(sink - top[:, 0])
     value = lax.dot_general(

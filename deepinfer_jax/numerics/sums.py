@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from deepinfer_jax.numerics.elements import FLOAT_MAX, pin, quotient, round_to
+from deepinfer_jax.numerics.elements import FLOAT_MAX, finite_max, pin, quotient, round_to
 from deepinfer_jax.numerics.pallas import rows as kernels
 from deepinfer_jax.numerics.settings import Numerics
 
@@ -114,8 +114,7 @@ def logsumexp(x: jax.Array) -> jax.Array:
     of its argument. On XLA:CPU that fails for log and exp of a bare vector of 3, 5, 6, 7, 11 or
     13 to 15 entries (other bits than in any other length), hence the column shape.
     """
-    top = jnp.max(x, axis=-1, keepdims=True)
-    top = jnp.where(jnp.isfinite(top), top, jnp.float32(0))
+    top = finite_max(x, -1)
     total = unit_sum(jnp.exp(x - top))[..., None]
     return (pin(jnp.log(total)) + top)[..., 0]
 

@@ -7,22 +7,18 @@ import pytest
 from deepinfer_jax import determinism
 from tests.invariance import setups
 
-# Checks with programs of their own run in one of the two numerics by default.
-ONCE = {
-    "float32": {"compilation", "devices"},
-    "bfloat16": {"engine", "scan", "gradient", "remat", "speculation"},
-}
-COSTLY = set.union(*ONCE.values())
+# What the default run shows in float32; the rest of it there is exhaustive, as are, in bfloat16,
+# checks that share no program with another test.
+FLOAT32 = {"compilation", "devices"}
+ALONE = {"compilation", "devices", "engine", "gradient", "scan"}
 
 
 def case(check, dtype):
-    marks = [pytest.mark.slow] if check.name in COSTLY or dtype == "bfloat16" else []
-    if check.name in COSTLY - ONCE[dtype]:
-        marks.append(pytest.mark.exhaustive)
+    more = check.name not in FLOAT32 if dtype == "float32" else check.name in ALONE
+    marks = [pytest.mark.slow, *([pytest.mark.exhaustive] if more else [])]
     return pytest.param(check, dtype, id=f"{check.name}-{dtype}", marks=marks)
 
 
-# The persistent cache holds programs, whatever their numbers are: once is enough.
 CASES = [
     case(check, dtype)
     for dtype in setups.DTYPES

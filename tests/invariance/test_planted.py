@@ -14,7 +14,6 @@ import pytest
 
 from deepinfer_jax import determinism
 from tests.invariance import setups
-from tests.invariance.test_checks import COSTLY
 
 CHECKS = {check.name: check for check in determinism.CHECKS}
 SEEN_IN_PLAIN_FORM = ("batch", "padding", "chunks", "drafts", "neighbours", "preemption",
@@ -27,7 +26,7 @@ SERVING = ("token", "raw", "processed", "kept", "scored", "routed", "output", "e
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=[pytest.mark.exhaustive] if name in COSTLY else [])
+        pytest.param(name, marks=[pytest.mark.exhaustive] if name in ("padding", "scan") else [])
         for name in SEEN_IN_PLAIN_FORM
     ],
 )
@@ -45,7 +44,7 @@ def test_one_flipped_bit_is_caught(name, value):
     assert f" {value}[" in finding.first or "cache" in finding.first
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("name", "value"),
     [

@@ -17,15 +17,16 @@ def test_decoded_weights_give_the_same_bits():
     model, numbers = setup.model, [0, 1, 2, 3, 0, 1, 2, 3]
     tokens, lengths = training.padded(setup, numbers, setup.capacity + 3)
     decoded = parameters.decode(model.params)
-    scores = training.scored(decoded, model.tables, tokens, lengths, model.cfg, model.numerics)
+    scores = training.scored(
+        decoded, model.tables, tokens, lengths, model.cfg, model.numerics,
+        sampling=training.sampling_of(setup, numbers),
+    )  # fmt: skip
     for pair in training.score_pairs(setup, numbers, scores):
         assert not equality.different(pair.got, pair.want), pair.where
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.exhaustive)]
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("dtype", setups.DTYPES)
 def test_a_gradient_is_finite_and_reaches_every_part(dtype):
     """The backward pass that the equal log-probabilities came with is not an empty one."""
     setup = setups.setup(dtype)

@@ -29,13 +29,14 @@ def check_rows(f, *inputs, step=5 * FEW):
 
 
 def test_mixes_of_the_residual_streams():
-    cfg = every_role.model("float32").cfg
+    model = every_role.model("float32")
+    cfg, numerics = model.cfg, model.numerics
     rng = np.random.default_rng(2)
     streams = cfg.hc_mult
     width = streams * (2 + streams)
     p = {"base": np.float32(rng.normal(size=width)), "scale": np.float32(rng.normal(size=3))}
     mixes = np.float32(rng.normal(size=(WIDE, width)))
-    check_rows(jax.jit(lambda mixes: hyper.split(mixes, p, cfg)), mixes)
+    check_rows(jax.jit(lambda mixes: hyper.split(mixes, p, cfg, numerics)), mixes)
 
 
 def test_pooling_of_compressed_groups():

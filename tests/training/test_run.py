@@ -38,7 +38,7 @@ def test_a_stream_repeats_and_ends_with_a_reason(tmp_path):
         one.take(1)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("quick_compile")
 def test_a_run_writes_a_folder_that_loads(tmp_path, monkeypatch):
     vocabulary = dataset.load_tokenizer().get_vocab_size(with_added_tokens=True)
