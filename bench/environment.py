@@ -40,7 +40,7 @@ def versions() -> dict[str, str]:
         "python": platform.python_version(),
         **{name: metadata.version(name) for name in ("jax", "jaxlib", "numpy", "ml_dtypes")},
         "deepinfer-jax": deepinfer_jax.__version__,
-        "commit": commit or os.environ.get("COMMIT", "unknown"),
+        "commit": os.environ.get("COMMIT") or commit or "unknown",  # a copy has no history
     }
 
 
