@@ -100,13 +100,18 @@ def _outputs(
     """Every chosen expert's output [T, k, D] for x [T, D]; zeros where an id is nobody's."""
     t, k = experts.shape
     groups = nx.group_rows(experts.reshape(-1), stacks["w1"], numerics)
-    rows, weight = nx.spread(groups, x, copies=k), nx.spread(groups, weights.reshape(-1))
-    linear = functools.partial(
-        nx.grouped_linear, layer=layer, groups=groups, numerics=numerics, quantized=cfg.quantized
-    )
-    gate, up = linear(rows, stacks["w1"]), linear(rows, stacks["w3"])
-    hidden = nx.round_to(weight[:, None] * _activate(up, gate, cfg.swiglu_limit), numerics.dtype)
-    return nx.collect(groups, linear(hidden, stacks["w2"])).reshape(t, k, -1)
+    rows = nx.spread(groups, x, copies=k), nx.spread(groups, weights.reshape(-1))
+    expert = functools.partial(_expert, limit=cfg.swiglu_limit, numerics=numerics)
+    y = nx.map_groups(expert, rows, stacks, layer, groups, numerics, cfg.quantized)
+    return nx.collect(groups, y).reshape(t, k, -1)
+
+
+def _expert(linear: Any, rows: Any, stacks: Any, limit: float, numerics: Numerics) -> jax.Array:
+    """The chosen expert on each of the rows (x [M, D], weight [M])."""
+    x, weight = rows
+    gate, up = linear(x, stacks["w1"]), linear(x, stacks["w3"])
+    hidden = nx.round_to(weight[:, None] * _activate(up, gate, limit), numerics.dtype)
+    return linear(hidden, stacks["w2"])
 
 
 def _all_experts(

@@ -15,7 +15,14 @@ works on whole sequences at once, with masks instead of gathers (training on acc
 """
 
 from deepinfer_jax.numerics.elements import finite_max, float_weight, pin, quotient, round_to, top_k
-from deepinfer_jax.numerics.experts import Groups, collect, group_rows, grouped_linear, spread
+from deepinfer_jax.numerics.experts import (
+    Groups,
+    collect,
+    group_rows,
+    grouped_linear,
+    map_groups,
+    spread,
+)
 from deepinfer_jax.numerics.mapping import map_rows
 from deepinfer_jax.numerics.products import dot, einsum, group_dot, linear, linear_f32
 from deepinfer_jax.numerics.scores import attend, index_scores
@@ -52,6 +59,7 @@ __all__ = [
     "linear_f32",
     "log_softmax",
     "logsumexp",
+    "map_groups",
     "map_rows",
     "mean_square",
     "ordered_sum",

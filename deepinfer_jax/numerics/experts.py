@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, cast
 
 import jax
@@ -97,9 +98,74 @@ def grouped_linear(
 
     Tiles without rows come out undefined; `collect` takes nothing from them.
     """
+    if numerics.rows == "tiled":
+        return map_groups(_linear_alone, x, weight, layer, groups, numerics, quantized)
     x = prepared(x, numerics, quantized)
+    return cast(jax.Array, _grouped(x, weight, jnp.asarray(layer, jnp.int32), groups, numerics))
+
+
+def _linear_alone(linear, x, weight):
+    return linear(x, weight)
+
+
+def map_groups(
+    f: Callable, rows: Any, stacks: Any, layer: Any, groups: Groups, numerics: Numerics,
+    quantized: bool = False,
+) -> jax.Array:  # fmt: skip
+    """f(linear, rows, stacks) of padded rows, a tree of [tiles * tile, ...] -> [tiles * tile, ...].
+
+    linear(x, weight) is `grouped_linear` with weight[layer, expert] of each row; f may call it
+    several times and sees no other row. On a CPU one loop runs all of f on tile after tile, which
+    keeps a tile's intermediate values in its cache. f is static: a function without arrays in it.
+    Tiles without rows come out undefined; `collect` takes nothing from them.
+    """
     layer = jnp.asarray(layer, jnp.int32)
-    return cast(jax.Array, _grouped(x, weight, layer, groups, numerics))
+    if numerics.rows == "tiled":
+        return cast(jax.Array, _tile_by_tile(f, rows, stacks, layer, groups, numerics, quantized))
+    return _all_tiles(f, rows, stacks, layer, groups, numerics, quantized)
+
+
+def _all_tiles(f, rows, stacks, layer, groups, numerics, quantized):
+    def linear(x, weight):
+        return grouped_linear(x, weight, layer, groups, numerics, quantized)
+
+    return f(linear, rows, stacks)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 5, 6))
+def _tile_by_tile(f, rows, stacks, layer, groups, numerics, quantized):
+    parts = jax.tree.map(lambda a: a.reshape(-1, groups.tile, *a.shape[1:]), rows)
+
+    def one(t):
+        def linear(x, weight):
+            x = prepared(x, numerics, quantized)
+            return _of_tile(x, groups.expert[t], weight, layer, numerics)
+
+        return f(linear, jax.tree.map(lambda a: a[t], parts), stacks)
+
+    out = jax.eval_shape(one, 0)
+    empty = jnp.zeros((groups.expert.shape[0], *out.shape), out.dtype)
+    y = lax.fori_loop(0, groups.used, lambda t, y: y.at[t].set(one(t)), empty)
+    return y.reshape(-1, *out.shape[1:])
+
+
+def _tile_by_tile_forward(f, rows, stacks, layer, groups, numerics, quantized):
+    y = _tile_by_tile(f, rows, stacks, layer, groups, numerics, quantized)
+    return y, (rows, stacks, layer, groups)
+
+
+def _tile_by_tile_backward(f, numerics, quantized, saved, g):
+    rows, stacks, layer, groups = saved
+    ordinary = dataclasses.replace(numerics, rows="batched")
+
+    def run(rows, stacks):
+        return _all_tiles(f, rows, stacks, layer, groups, ordinary, quantized)
+
+    _, pull = jax.vjp(run, rows, stacks)
+    return *pull(g), None, None
+
+
+_tile_by_tile.defvjp(_tile_by_tile_forward, _tile_by_tile_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
@@ -109,16 +175,7 @@ def _grouped(x, weight, layer, groups, numerics):
             x, weight, layer, groups.expert, groups.used, groups.tile, numerics.dtype,
             numerics.interpret,
         )  # fmt: skip
-    if numerics.rows != "tiled":
-        return _batched(x, weight, layer, groups, numerics)
-    parts = x.reshape(-1, groups.tile, x.shape[-1])
-
-    def body(t, y):
-        return y.at[t].set(_of_tile(parts[t], groups.expert[t], weight, layer, numerics))
-
-    shape = (*parts.shape[:2], stored.shape(weight)[-2])
-    y = lax.fori_loop(0, groups.used, body, jnp.zeros(shape, numerics.dtype))
-    return y.reshape(-1, shape[-1])
+    return _batched(x, weight, layer, groups, numerics)
 
 
 def _of_tile(x, expert, weight, layer, numerics):

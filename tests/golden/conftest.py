@@ -9,6 +9,8 @@ import pytest
 from tests.golden import reader
 
 HERE = Path(__file__).parent
+# Recorded twice in substance: the default run takes the richer folder of each mode.
+MORE = {("micro-bf16", "native"), ("micro-vl", "native"), ("mini", "fp32_kvq")}
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -23,6 +25,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         reason = f"no folder with a golden_{wanted or '*'}.safetensors under {given or HERE}"
         pairs = [pytest.param(None, None, marks=pytest.mark.skip(reason=reason))]
         ids = ["none"]
+    elif not given:
+        pairs = [
+            pytest.param(f, m, marks=[pytest.mark.exhaustive] if (f.name, m) in MORE else [])
+            for f, m in pairs
+        ]
     metafunc.parametrize(("folder", "mode"), pairs, ids=ids)
 
 
