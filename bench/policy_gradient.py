@@ -44,7 +44,7 @@ class Problems:
 
 
 def problems(model: di.Model, step: int, groups: int, members: int) -> Problems:
-    """Additions of two-digit numbers, which the model, asked to answer at once, gets right at times."""
+    """Additions of two-digit numbers; answered at once, without steps, some come out right."""
     rng = np.random.default_rng(step)
     sums = [rng.integers(10, 100, 2).tolist() for _ in range(groups)]
     texts = [f"What is {a} + {b}?" for a, b in sums for _ in range(members)]
