@@ -76,6 +76,10 @@ def load(
       ValueError: a file is damaged or does not fit the others, `max_length` is out of range, or
         the numerics cannot keep their promise under the settings of JAX and XLA.
     """
+    if weights not in ("auto", "stored", "decoded"):
+        raise ValueError(f'weights must be "auto", "stored" or "decoded", got {weights!r}')
+    if numerics is not None and not isinstance(numerics, Numerics):
+        raise TypeError(f"numerics must be a Numerics, such as Numerics.fp32(), got {numerics!r}")
     folder = find_folder(model)
     cfg = ModelConfig.from_json(folder)
     length = resolve_length(cfg, max_length)
@@ -115,8 +119,6 @@ def _check_engram(folder: Path, cfg: ModelConfig) -> None:
 
 
 def _in_memory(params: Params, cfg: ModelConfig, weights: str) -> Params:
-    if weights not in ("auto", "stored", "decoded"):
-        raise ValueError(f'weights must be "auto", "stored" or "decoded", got {weights!r}')
     if weights == "auto":
         small = decoded_bytes(cfg) <= DECODED_LIMIT
         weights = "decoded" if small and jax.default_backend() == "cpu" else "stored"

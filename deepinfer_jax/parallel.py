@@ -28,6 +28,8 @@ DATA = "data"
 
 def data_expert_mesh(data: int, expert: int, cfg: ModelConfig, devices: Any = None) -> Mesh:
     """A mesh of data * expert devices; ValueError where the experts cannot be split evenly."""
+    if data < 1 or expert < 1:
+        raise ValueError(f"data and expert must be at least 1, got data={data}, expert={expert}")
     counts = {"n_routed_experts": cfg.n_routed_experts}
     if cfg.num_nextn_predict_layers:
         counts["dspark_n_routed_experts"] = cfg.dspark_n_routed_experts
@@ -85,7 +87,10 @@ def rollout(
     params: Params, tables: Tables, prompts: jax.Array, lengths: jax.Array, sampling: Sampling,
     stops: jax.Array, cfg: ModelConfig, numerics: Numerics, mesh: Mesh, *, new: int, size: int = 0,
 ) -> rl.Rollout:  # fmt: skip
-    """`rl.rollout` with the B prompts split over the mesh; B must be a multiple of its size."""
+    """`rl.rollout` with the B prompts split over the mesh; B must be a multiple of its size.
+
+    Every round verifies all its `size` drafts.
+    """
     _check_batch(prompts.shape[0], mesh)
     every = tuple(mesh.axis_names)
     split = PartitionSpec(every)

@@ -58,6 +58,7 @@ def prefill(
       the row is the prompt's last; slots without rows give an arbitrary sample. `cache.lengths`
       becomes the end of each slot's rows.
     """
+    _check_sampling(sampling, cache.slots)
     hidden, cache = extend(
         params, tables, rows, cache, cfg, numerics, replay=replay, prompt_lengths=prompt_lengths
     )
@@ -69,6 +70,16 @@ def prefill(
     lengths = jnp.where(ends > 0, ends, cache.lengths)
     sampled = samplers.sample(logits, sampling, ends)
     return sampled, dataclasses.replace(cache, lengths=lengths)
+
+
+def _check_sampling(sampling: Sampling, count: int) -> None:
+    """One row of parameters for each sequence: a single one would be broadcast, noise and all."""
+    given = sampling.seed.shape[0]
+    if given != count:
+        raise ValueError(
+            f"sampling has parameters of {given} rows for {count} sequences or slots: make one row "
+            "for each, with a seed of its own (make_sampling)"
+        )
 
 
 def last_rows(rows: Rows, slots: int) -> jax.Array:
@@ -121,15 +132,26 @@ def verify(
     Args:
       tokens: [B] the newest token of each slot, not yet in the cache.
       drafts: [B, N] proposals for the positions that follow; N may be 0.
-      scheduled: [B] how many of a slot's drafts to verify, 0..N.
+      scheduled: [B] how many of a slot's drafts to verify; cut to 0..N.
       active: [B] bool; other slots have no rows.
 
     Returns:
       (Sampled of [B, N + 1], cache). Entry j is the target's own choice after draft j, right if
       drafts 1..j are what was chosen before them; entries beyond `scheduled` are arbitrary. Lengths
       are left alone: the caller decides how many rows count (engine spec 1.1).
+
+    Raises ValueError where N + 1 rows would overrun the cache's rings, or shapes do not fit.
     """
     n = drafts.shape[1]
+    slack = cache.window.shape[2] - cfg.sliding_window
+    if n + 1 > slack:
+        raise ValueError(
+            f"{n} drafts are {n + 1} rows of a slot, but the cache has room for {slack} (its "
+            f"slack): rejected rows would destroy what later ones read; verify at most {slack - 1} "
+            f"drafts, or make the cache with slack={n + 1}"
+        )
+    _check_sampling(sampling, cache.slots)
+    scheduled = jnp.clip(scheduled, 0, n)
     offset = jnp.arange(n + 1, dtype=jnp.int32)[None, :]
     fed = jnp.concatenate([tokens[:, None], drafts], axis=1)
     real = active[:, None] & (offset <= scheduled[:, None])
@@ -147,7 +169,12 @@ def propose(
     params: Any, tables: Tables, running: Running, cache: Cache, sampling: Sampling,
     cfg: ModelConfig, numerics: Numerics, *, size: int,
 ) -> draft.Draft:  # fmt: skip
-    """`size` drafts after each slot's newest token, drawn with the target's own noise."""
+    """`size` drafts after each slot's newest token, drawn with the target's own noise.
+
+    Raises ValueError for a model without draft layers and for a size beyond its block.
+    """
+    if not cfg.num_nextn_predict_layers:
+        raise ValueError("this model has no draft layers (num_nextn_predict_layers=0): use size=0")
     slots = jnp.where(running.active, jnp.arange(cache.slots, dtype=jnp.int32), -1)
 
     def pick(logits, position):
@@ -178,7 +205,7 @@ def speculate(
         params, tables, running.tokens, drafts, scheduled, running.active, cache, sampling, cfg,
         numerics,
     )  # fmt: skip
-    right = samplers.accepted(judged.token, drafts, scheduled)
+    right = samplers.accepted(judged.token, drafts, jnp.clip(scheduled, 0, size))
     emitted, running, count = _commit(running, judged.token, right)
     cache = dataclasses.replace(cache, lengths=cache.lengths + count)
     return judged, emitted, running, cache
@@ -281,6 +308,8 @@ def score(
     and draft schedule.
     """
     b, s = tokens.shape
+    if sampling is not None:
+        _check_sampling(sampling, b)
     rows = row_sets.batch_rows(tokens, lengths)
     hidden, _ = forward(params, tables, rows, None, cfg, numerics, length=s, remat=remat)
     following = jnp.concatenate([tokens[:, 1:], tokens[:, :1]], axis=1).reshape(-1)

@@ -58,6 +58,11 @@ def test_an_unknown_form_of_the_weights_is_refused():
         loading.load(tiny_model.folder(), weights="wide")  # pyright: ignore[reportArgumentType]
 
 
+def test_numerics_are_no_name():
+    with pytest.raises(TypeError, match=r"must be a Numerics, .*got 'fp32'"):
+        loading.load(tiny_model.folder(), numerics="fp32")  # pyright: ignore[reportArgumentType]
+
+
 def test_the_representation_holds_no_arrays():
     assert len(repr(tiny_model.model())) < 500
 

@@ -361,3 +361,31 @@ def test_gradients_are_those_of_plain_jnp(rows):
     for left, right in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         size = float(jnp.abs(right).max())
         np.testing.assert_allclose(left, right, atol=2e-5 * size)
+
+
+# -- settings --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("dtype", "float16"), ("rows", "tilde"), ("index_rounding", "never"), ("row_tile", 1),
+        ("long_row_tile", 0), ("index_block", 0), ("long_rows", True), ("row_tile", 8.0),
+    ],
+)  # fmt: skip
+def test_settings_that_promise_nothing_are_refused(field, value):
+    with pytest.raises(ValueError, match=field):
+        Numerics(**{field: value})
+
+
+def test_the_fingerprint_names_every_setting():
+    start = Numerics.native()
+    other = {"dtype": "float32", "index_rounding": "reference", "rows": "batched"}
+    found = {start.fingerprint()}
+    for field in dataclasses.fields(Numerics):
+        value = getattr(start, field.name)
+        change = other.get(field.name, not value if isinstance(value, bool) else None)
+        change = value + 1 if change is None else change
+        found.add(dataclasses.replace(start, **{field.name: change}).fingerprint())
+    assert len(found) == 1 + len(dataclasses.fields(Numerics))
+    assert Numerics.native().fingerprint() == start.fingerprint()

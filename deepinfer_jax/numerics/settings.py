@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from typing import Literal
+from typing import Literal, get_args
 
 Form = Literal["tiled", "pallas", "batched", "dense"]
 
@@ -50,6 +50,26 @@ class Numerics:
     long_rows: int = 128
     index_block: int = 512
     interpret: bool = False
+
+    def __post_init__(self) -> None:
+        allowed = {
+            "dtype": ("bfloat16", "float32"),
+            "index_rounding": ("once", "reference"),
+            "rows": get_args(Form),
+        }
+        for name, values in allowed.items():
+            if getattr(self, name) not in values:
+                raise ValueError(
+                    f"{name} must be one of {', '.join(values)}, got {getattr(self, name)!r}"
+                )
+        # A tile of one row would take another path through the compiler than two.
+        least = {"row_tile": 2, "long_row_tile": 2, "long_rows": 1, "index_block": 1}
+        for name, low in least.items():
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < low:
+                raise ValueError(f"{name} must be an integer of at least {low}, got {value!r}")
+        if self.rows == "dense" and self.index_rounding == "reference":
+            raise ValueError('index_rounding="reference" is not made for rows="dense"')
 
     @classmethod
     def native(cls, quantized: bool = True, rows: Form = "tiled") -> Numerics:

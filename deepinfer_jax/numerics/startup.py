@@ -46,9 +46,16 @@ def refusals(numerics: Numerics, around: Surroundings) -> list[str]:
         )
     if numerics.rows not in ("tiled", "pallas"):
         return reasons
+    flags = around.xla_flags.strip()
+    if flags and not flags.startswith(("-", "'", '"')):
+        reasons.append(
+            f"XLA_FLAGS names a file ({flags!r}), whose flags cannot be checked: write the flags "
+            "into the variable"
+        )
     for name, reason in _REFUSED_FLAGS.items():
-        if re.search(rf"--{name}(=(true|1))?(\s|$)", around.xla_flags):
-            reasons.append(f"XLA_FLAGS has --{name}: {reason}; remove it")
+        for value in re.findall(rf"--{name}(?:=[\"']?(\w*))?", flags):
+            if value.lower() not in ("false", "0"):
+                reasons.append(f"XLA_FLAGS has --{name}: {reason}; remove it")
     if around.matmul_precision not in (None, "default"):
         reasons.append(
             f"jax_default_matmul_precision is {around.matmul_precision!r}: it changes products "

@@ -53,7 +53,7 @@ def rollout(
     """Sample one reply to each prompt.
 
     Args:
-      prompts: [B, P] int32, right-padded; lengths: [B], at least 1 each.
+      prompts: [B, P] int32, right-padded; lengths: [B], cut to 1..P.
       sampling: parameters and seeds of the B replies.
       stops: [K] int32 token ids that end a reply, as its last token.
       new: most tokens of a reply.
@@ -63,8 +63,13 @@ def rollout(
 
     Jit with `cfg`, `numerics`, `new` and `size` static. `params` may be stored weights or a
     trainer's floats.
+
+    Raises ValueError where `new`, `size`, `scheduled` or `sampling` do not fit the prompts or the
+    model, or prompt and reply reach beyond the tables.
     """
     b, p = prompts.shape
+    _check(p + new, b, tables, cfg, new, size, scheduled)
+    lengths = jnp.clip(lengths, 1, p)
     if scheduled is None:
         scheduled = jnp.full((1, b), size, jnp.int32)
     cache = caches.init_cache(cfg, numerics, b, p + new)
@@ -93,6 +98,30 @@ def rollout(
         return _record(out, judged, place, emitted), running, cache
 
     return lax.while_loop(more, step, (out, running, cache))[0]
+
+
+def _check(
+    longest: int, b: int, tables: Tables, cfg: ModelConfig, new: int, size: int,
+    scheduled: jax.Array | None,
+) -> None:  # fmt: skip
+    if new < 1:
+        raise ValueError(f"new (most tokens of a reply) must be at least 1, got {new}")
+    known = tables.base.cos.shape[0]
+    if longest > known:
+        raise ValueError(
+            f"prompts and replies reach {longest} tokens, the tables have {known} positions: cut "
+            "the prompts, lower `new` or make longer tables"
+        )
+    most = cfg.dspark_block_size if cfg.num_nextn_predict_layers else 0
+    if not 0 <= size <= most:
+        raise ValueError(
+            f"size (drafts of a round) must lie in 0..{most} for this model, got {size}"
+        )
+    if scheduled is not None and (scheduled.ndim != 2 or scheduled.shape[1] != b):
+        raise ValueError(
+            f"scheduled must have shape [rounds, {b}], a column for each prompt, "
+            f"got {list(scheduled.shape)}"
+        )
 
 
 def _start(prompts: jax.Array, lengths: jax.Array, new: int) -> Rollout:
