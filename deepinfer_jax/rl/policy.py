@@ -45,6 +45,9 @@ def policy_gradient(
       advantages: [B] float32, one per reply.
       sampling: what the replies were sampled with; the ratio is of processed log-probs.
       remat: recompute blocks in the backward pass.
+
+    Returns (a tree like `params`, to descend along; Agreement). Jit with `cfg`, `numerics` and
+    `remat` static.
     """
 
     def loss(params: Any) -> tuple[jax.Array, Agreement]:
