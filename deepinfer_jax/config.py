@@ -195,10 +195,14 @@ class ModelConfig:
             data = json.loads(path.read_text(encoding="utf-8"))
         except json.JSONDecodeError as error:
             raise ValueError(f"{path} is not JSON: {error}") from None
+        except RecursionError:
+            raise ValueError(f"{path} is nested too deep for a configuration") from None
         try:
             return cls.from_dict(data)
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from None
+        except RecursionError:  # from quoting a value
+            raise ValueError(f"{path} is nested too deep for a configuration") from None
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> ModelConfig:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import reprlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -64,9 +65,13 @@ def make_requests(
         except (TypeError, ValueError) as error:
             kind = TypeError if isinstance(error, TypeError) else ValueError
             raise kind(f"{place}: {error}") from None
+        except RecursionError:
+            raise ValueError(f"{place} is nested too deep to be rendered; flatten it") from None
         name = str(request.id)
         if name in seen:
-            raise ValueError(f"{place}: id {name!r} is also that of {seen[name]}; ids are names")
+            raise ValueError(
+                f"{place}: id {reprlib.repr(name)} is also that of {seen[name]}; ids are names"
+            )
         seen[name] = place
         requests.append(request)
     return requests
@@ -77,14 +82,14 @@ def _request(prompt: Any, index: int, options: Options, tokenizer: Tokenizer) ->
     unknown = [key for key in given if key not in (*_FORMS, "id", *_CHAT, *_OPTIONS)]
     if unknown:
         allowed = ", ".join((*_FORMS, "id", *_CHAT, *_OPTIONS))
-        raise ValueError(f"unknown key {unknown[0]!r}; known are {allowed}")
+        raise ValueError(f"unknown key {reprlib.repr(unknown[0])}; known are {allowed}")
     forms = [form for form in _FORMS if form in given]
     if len(forms) != 1:
         found = f"both {forms[0]!r} and {forms[1]!r}" if forms else "none of them"
         raise ValueError(f"give exactly one of 'prompt', 'messages' and 'tokens', got {found}")
     name = given.get("id", index)
     if isinstance(name, bool) or not isinstance(name, str | int):
-        raise TypeError(f"id must be a string or an integer, got {name!r}")
+        raise TypeError(f"id must be a string or an integer, got {reprlib.repr(name)}")
     overrides = {key: given[key] for key in _OPTIONS if key in given}
     own = dataclasses.replace(options, **overrides)
     seed = own.seed if "seed" in given else request_seed(own.seed, name)
@@ -117,13 +122,13 @@ def _tokens(
         return _token_ids(value)
     if form == "prompt":
         if not isinstance(value, str) or not value:
-            raise ValueError(f"prompt must be a non-empty string, got {value!r}")
+            raise ValueError(f"prompt must be a non-empty string, got {reprlib.repr(value)}")
         value = [{"role": "user", "content": value}]
     if isinstance(value, str | bytes | Mapping) or not isinstance(value, Sequence):
-        raise TypeError(f"messages must be a list of messages, got {value!r}")
+        raise TypeError(f"messages must be a list of messages, got {reprlib.repr(value)}")
     for index, message in enumerate(value):
         if not isinstance(message, Mapping):
-            raise TypeError(f"messages[{index}] must be a mapping, got {message!r}")
+            raise TypeError(f"messages[{index}] must be a mapping, got {reprlib.repr(message)}")
     return tuple(
         tokenizer.render_chat(value, thinking=options.thinking, effort=options.effort, **chat)
     )
@@ -132,10 +137,10 @@ def _tokens(
 def _token_ids(value: Any) -> tuple[int, ...]:
     value = value.tolist() if isinstance(value, np.ndarray) else value
     if isinstance(value, str | bytes) or not isinstance(value, Sequence) or not value:
-        raise ValueError(f"tokens must be a non-empty list of token ids, got {value!r}")
+        raise ValueError(f"tokens must be a non-empty list of token ids, got {reprlib.repr(value)}")
     for token in value:
         if isinstance(token, bool) or not isinstance(token, int | np.integer):
-            raise TypeError(f"tokens must be integers, got {token!r}")
+            raise TypeError(f"tokens must be integers, got {reprlib.repr(token)}")
     return tuple(int(token) for token in value)
 
 
@@ -171,8 +176,10 @@ def read_prompt_lines(name: str, lines: Iterable[str]) -> tuple[list[Mapping[str
             continue
         try:
             value = json.loads(line, object_pairs_hook=_once)
-        except (ValueError, RecursionError) as error:
+        except ValueError as error:
             raise ValueError(f"{name}:{number}: broken JSON: {error}") from None
+        except RecursionError:
+            raise ValueError(f"{name}:{number} is nested too deep; flatten it") from None
         if not isinstance(value, Mapping):
             raise ValueError(
                 f'{name}:{number}: expected an object such as {{"prompt": "..."}}, got '
@@ -190,5 +197,6 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
         keys = [key for key, _ in pairs]
-        raise ValueError(f"key {next(k for k in keys if keys.count(k) > 1)!r} appears twice")
+        twice = reprlib.repr(next(k for k in keys if keys.count(k) > 1))
+        raise ValueError(f"key {twice} appears twice")
     return found

@@ -1,5 +1,6 @@
 """The command: what it prints and writes, what it refuses, what survives when it stops."""
 
+import dataclasses
 import io
 import json
 import subprocess
@@ -216,6 +217,24 @@ def test_a_reader_that_goes_away_is_no_error():
         assert process.wait(timeout=120) == 141
 
 
+@pytest.mark.parametrize(
+    ("command", "status", "said"),
+    [
+        ("info tiny-s >&-", 0, ""),
+        ("generate --prompts - <&-", 2, "standard input holds no prompts"),
+        ("generate a --top-p 0 2>&-", 2, ""),
+        ("generate --prompts - <&- >&- 2>&-", 2, ""),
+    ],
+)
+def test_a_stream_may_be_closed(command, status, said):
+    """Nothing but a message, and that where messages go."""
+    shell = ["sh", "-c", f'"$0" -m deepinfer_jax {command}', sys.executable]
+    done = subprocess.run(shell, check=False, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (status, "")
+    assert said in done.stderr
+    assert done.stderr.count("\n") == bool(said)
+
+
 # -- what it refuses -------------------------------------------------------------------------------
 
 
@@ -293,9 +312,9 @@ def test_bad_prompt_files(refused, tmp_path, text, message):
 
 def test_results_are_not_written_over(refused, tmp_path):
     out = tmp_path / "out.jsonl"
-    out.write_text('{"id": 0, "seed": 1}\n')
+    out.write_text(a_line())
     assert "holds results already: add --resume" in refused("a", "--out", out)
-    out.write_text('{"id": 1, "seed": 1}\n')
+    out.write_text(a_line(id=1))
     assert "out.jsonl:1: id '1' is not of this run" in refused("a", "--out", out, "--resume")
 
 
@@ -303,9 +322,12 @@ def test_results_are_not_written_over(refused, tmp_path):
     ("text", "message"),
     [
         ("notes\n", "out.jsonl:1 is not a result"),
-        ("notes", "out.jsonl holds no results"),
-        ('{"name": "x"}', "out.jsonl holds no results"),
+        ("notes", "out.jsonl:1 is not a result"),
+        ('{"name": "x"}', "out.jsonl:1 is not a result"),
+        ('{"id": "0", "prompt": "x', "out.jsonl:1 is not a result"),
         ('notes\n{"id": 0', "out.jsonl:1 is not a result"),
+        ('{"id": 0, "index": 0} and a note', "out.jsonl:1 is not a result"),
+        ("12", "out.jsonl:1 is not a result"),
         ("[" * 100_000 + "\n", "out.jsonl:1 is not a result"),
     ],
 )
@@ -321,32 +343,91 @@ def test_only_a_file_can_be_taken_up_again(refused):
 
 
 def a_line(**changes):
-    """What was asked for by `generate a`, as a line of an earlier run."""
+    """The line of an earlier run of `generate a`."""
     model = tiny_model.folder()
     cfg = ModelConfig.from_json(model)
     (request,) = make_requests(["a"], Options(), tiny_model.tokenizer(), cfg, 1000)
-    return json.dumps({**records.asked(request, str(model)), **changes}) + "\n"
+    asked = records.asked(request, str(model))
+    return json.dumps({**records.record(result(0), 0, asked), **asked, **changes}) + "\n"
 
 
-@pytest.mark.parametrize("torn", [b"", b"{", b'{"id": 1, "inde', b"\0\0"])
+@pytest.mark.parametrize(
+    "torn", [b"", b"{", b'{"id": 0, "inde', b'{"id": 0, "index": 0, "mo', b"\0\0"]
+)
 def test_a_torn_end_is_cut_off_behind_a_result(tmp_path, torn):
     out = tmp_path / "out.jsonl"
     out.write_bytes(a_line().encode() + torn)
-    assert records.finished_ids(out, [json.loads(a_line())]) == {"0"}
+    assert records.finished(out, [json.loads(a_line())]) == {"0": "ab"}
     assert out.read_text() == a_line()
+
+
+@pytest.mark.parametrize(
+    "note",
+    ["important note without newline", '{"id": 0, "prompt": "x', '{"id": 7, "index": 0', "7"],
+)
+def test_an_end_that_is_no_torn_line_is_left_alone(refused, tmp_path, note):
+    out = tmp_path / "out.jsonl"
+    out.write_text(a_line() + note)
+    assert "out.jsonl:2 is not a result" in refused("a", "--out", out, "--resume")
+    assert out.read_text() == a_line() + note
+
+
+def test_a_result_that_lacks_only_its_newline_is_kept(tmp_path):
+    out = tmp_path / "out.jsonl"
+    out.write_text(a_line().rstrip("\n"))
+    assert records.finished(out, [json.loads(a_line())]) == {"0": "ab"}
+    assert out.read_text() == a_line()
+
+
+@pytest.mark.parametrize("key", records._KINDS)
+def test_a_line_without_all_of_a_result_is_none(refused, tmp_path, key):
+    out = tmp_path / "out.jsonl"
+    for lacking in (json.loads(a_line()), json.loads(a_line(**{key: None}))):
+        if lacking[key] is not None:
+            del lacking[key]
+        out.write_text(json.dumps(lacking) + "\n")
+        assert "out.jsonl:1 is not a result" in refused("a", "--out", out, "--resume")
+
+
+def test_results_of_other_numerics_are_not_kept_in_silence(capsys, tmp_path):
+    out = tmp_path / "out.jsonl"
+    out.write_text(a_line())
+    assert run("a", "--out", out, "--resume") == 2
+    assert "the result of id '0' was made with other numerics: 'ab'" in capsys.readouterr().err
+    out.write_text(a_line(numerics=tiny_model.model().numerics.fingerprint()))
+    assert run("a", "--out", out, "--resume") == 0
+    assert "nothing is missing" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flags", [[], ["--resume"]])
+def test_prompts_are_never_written_over(refused, monkeypatch, tmp_path, flags):
+    prompts, link = tmp_path / "prompts.jsonl", tmp_path / "link.jsonl"
+    prompts.write_text('{"id": "a", "prompt": "x"}')
+    link.symlink_to(prompts)
+    for out in (prompts, link):
+        assert "is the file of the prompts" in refused("--prompts", prompts, "--out", out, *flags)
+    with prompts.open() as stream:
+        monkeypatch.setattr(sys, "stdin", stream)
+        assert "is the file of the prompts" in refused("--prompts", "-", "--out", prompts, *flags)
+    assert prompts.read_text() == '{"id": "a", "prompt": "x"}'
 
 
 @pytest.mark.parametrize("torn", ["", "{", '{"id"', '{"id": 0, "index": 0, "mod'])
 def test_a_file_may_hold_nothing_but_a_torn_line(tmp_path, torn):
     out = tmp_path / "out.jsonl"
     out.write_text(torn)
-    assert records.finished_ids(out, [json.loads(a_line())]) == set()
+    assert records.finished(out, [json.loads(a_line())]) == {}
     assert out.read_text() == ""
 
 
-def test_lines_begin_as_a_torn_one_is_recognised():
-    line = json.dumps(records.record(result(0), 0, ASKED[0]))
-    assert line.encode().startswith(records._HEAD)
+@given(length=st.integers(0, 200), name=st.text(st.characters(codec="utf-8")) | st.integers())
+def test_every_beginning_of_a_line_is_recognised_as_torn(length, name):
+    line = records.record(dataclasses.replace(result(0), id=name), 0, ASKED[0])
+    assert list(line) == list(records._KINDS)
+    assert all(isinstance(value, (records._KINDS[k], tuple)) for k, value in line.items())
+    data = records._json(line).encode()
+    assert records._is_torn(data[:length], [{"id": name}])
+    assert records._is_torn(data[:length] + b"\0" * 9, [{"id": name}])
 
 
 @pytest.mark.parametrize(
@@ -385,6 +466,41 @@ def test_what_could_not_be_written_is_refused(refused, tmp_path):
         turn = f'{{"role": "user", "content": "a", "note": {value}}}'
         prompts.write_text(f'{{"messages": [{turn}]}}')
         assert "prompts.jsonl:1 cannot be written as JSON" in refused("--prompts", prompts)
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        '{"prompt": "a", "schema": DEEP}',
+        '{"prompt": "a", "tools": [{"name": "f", "parameters": DEEP}]}',
+        '{"messages": [{"role": "user", "content": DEEP}]}',
+        '{"messages": DEEP}',
+        '{"prompt": "a", "id": DEEP}',
+    ],
+)
+@pytest.mark.parametrize("depth", [900, 100_000])
+def test_deep_values_are_refused_with_their_line(refused, tmp_path, prompt, depth):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(prompt.replace("DEEP", '{"a":' * depth + "1" + "}" * depth))
+    said = refused("--prompts", path)
+    assert "prompts.jsonl:1" in said
+    assert len(said) < 1500
+
+
+def test_long_values_are_quoted_short(refused, tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(json.dumps({"prompt": "a", "schema": ["x" * 100_000]}))
+    assert len(refused("--prompts", path)) < 1500
+    path.write_text(json.dumps({"prompt": "a", "id": ["x" * 100_000]}))
+    assert len(refused("--prompts", path)) < 500
+
+
+def test_an_unknown_platform_is_refused(refused, monkeypatch):
+    def nothing():
+        raise RuntimeError("Unable to initialize backend 'bogus'")
+
+    monkeypatch.setattr(jax, "devices", nothing)
+    assert "JAX finds no device: Unable to initialize backend 'bogus'" in refused("a")
 
 
 def test_a_damaged_model_is_refused(capsys, tmp_path):

@@ -219,6 +219,14 @@ def test_what_is_no_json_object_is_refused(text: str, tmp_path: Path) -> None:
         ModelConfig.from_json(tmp_path)
 
 
+@pytest.mark.parametrize("depth", [900, 100_000])
+@pytest.mark.parametrize("text", ["DEEP", '{"text_config": DEEP}', '{"text_config": {"a": DEEP}}'])
+def test_deep_nesting_is_refused(text: str, depth: int, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(text.replace("DEEP", "[" * depth + "]" * depth))
+    with pytest.raises(ValueError, match=r"config\.json"):
+        ModelConfig.from_json(tmp_path)
+
+
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"no config\.json at .*give a model folder"):
         ModelConfig.from_json(tmp_path)

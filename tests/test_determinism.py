@@ -1,7 +1,10 @@
 """The library and the command: arguments, findings, table, exit status."""
 
 import dataclasses
+import subprocess
+import sys
 
+import jax
 import numpy as np
 import pytest
 
@@ -38,6 +41,12 @@ def test_a_finding_counts_values_and_shows_the_first():
     assert finding.first == "there: x[0, 1] is 5 instead of 2"
     with pytest.raises(dataclasses.FrozenInstanceError):
         finding.differing = 0  # pyright: ignore
+
+
+def test_what_compares_nothing_says_why():
+    check = Check("made", "up", lambda _: iter(()), nothing="one device")
+    finding = determinism.run_check(check, None)  # pyright: ignore
+    assert (finding.compared, finding.skipped) == (0, "one device")
 
 
 # -- arguments -------------------------------------------------------------------------------------
@@ -120,6 +129,52 @@ def test_a_differing_bit_is_status_1_and_is_shown(found, capsys):
     assert "drafts: 3 DIFFER" in printed.err
     assert "first: request 1: raw[4] is 1 instead of 2" in printed.err
     assert printed.out.splitlines()[3].split()[-3:] == ["40", "3", "0.5"]
+
+
+def test_nothing_compared_is_never_called_equal(found, capsys):
+    results, _ = found
+    results.append(Finding("devices", "meshes", 0, 0, 0.0, skipped="one device"))
+    results.append(Finding("other", "things", 0, 0, 0.0))
+    assert run(tiny_model.folder()) == 0
+    printed = capsys.readouterr()
+    for text in (printed.out, printed.err):
+        assert "skipped: one device" in text
+        assert "skipped: nothing to compare" in text
+        assert "equal" not in text
+
+
+INTERRUPTED = """
+import os, signal, sys, time, types
+from deepinfer_jax import cli
+from deepinfer_jax.cli import checking
+from deepinfer_jax.determinism import checks
+
+def slow(setup):
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(300)
+    yield
+
+checks.CHECKS = (checks.Check("slow", "nothing", slow),)
+checks.make_setup = lambda *args, **options: None
+checking._load = lambda args: types.SimpleNamespace(max_length=1000, cfg=None)
+sys.exit(cli.main(["check-determinism"]))
+"""
+
+
+def test_an_interruption_does_not_wait_for_checks_in_work():
+    command = [sys.executable, "-c", INTERRUPTED]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 130
+    assert done.stderr.endswith("deepinfer-jax check-determinism: interrupted\n")
+
+
+def test_an_unknown_platform_is_refused(monkeypatch, capsys):
+    def nothing():
+        raise RuntimeError("Unable to initialize backend 'bogus'")
+
+    monkeypatch.setattr(jax, "devices", nothing)
+    assert run() == 2
+    assert "JAX finds no device: Unable to initialize" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -173,6 +173,16 @@ def test_a_bad_prompt_is_refused_with_its_place(prompt, reason):
     assert "row 0" not in str(caught.value)
 
 
+@pytest.mark.parametrize("key", ["prompt", "messages", "tokens", "id", "schema", "stop", "colour"])
+def test_a_deep_value_is_refused_with_its_place(key):
+    deep = {}
+    for _ in range(5000):
+        deep = {"a": deep}
+    with pytest.raises((TypeError, ValueError), match=r"^prompts\[0\]") as caught:
+        requests([{"prompt": "a", key: deep}])
+    assert len(str(caught.value)) < 500
+
+
 def test_two_prompts_of_one_id_are_refused():
     with pytest.raises(ValueError, match=r"prompts\[1\]: id '0' is also that of prompts\[0\]"):
         requests(["a", {"prompt": "b", "id": "0"}])
@@ -220,7 +230,8 @@ def test_lines_of_a_prompt_file():
         ([], "f holds no prompts"),
         (["\n", "  \n"], "f holds no prompts"),
         (['{"prompt": "a"}', "{"], "f:2: broken JSON"),
-        (["[" * 100_000], "f:1: broken JSON"),
+        (["[" * 100_000], "f:1(: broken JSON| is nested too deep)"),
+        (["[" * 100_000 + "]" * 100_000], "f:1 is nested too deep"),
         (['"text"'], "f:1: expected an object .* got str"),
         (['{"prompt": "a", "prompt": "b"}'], "f:1: broken JSON: key 'prompt' appears twice"),
     ],

@@ -16,10 +16,12 @@ from deepinfer_jax.cli import checking, generating, information
 from deepinfer_jax.cli.refusal import Refused
 
 FAILED, REFUSED, INTERRUPTED, BROKEN_PIPE = 1, 2, 130, 141
+_LONGEST = 1000  # characters of a message: some quote what they were given
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command with these arguments (default: of the process); returns the exit status."""
+    _open_closed_streams()
     args = _parser().parse_args(argv)
     try:
         status = args.run(args)
@@ -37,7 +39,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _say(args, str(error), FAILED)
 
 
+def _open_closed_streams() -> None:
+    """A closed standard stream reads as empty and keeps nothing; Python has None for it.
+
+    In this order each takes its own file descriptor, which otherwise the next file would get.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            stream = open(os.devnull, mode, encoding="utf-8")  # noqa: SIM115 - until the exit
+            setattr(sys, name, stream)
+
+
 def _say(args: argparse.Namespace, message: str, status: int) -> int:
+    if len(message) > _LONGEST:
+        message = f"{message[: _LONGEST // 2]} ... {message[-_LONGEST // 2 :]}"
     print(f"deepinfer-jax {args.command}: {message}", file=sys.stderr)
     return status
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from deepinfer_jax.cli.compiled import use_compilation_cache
+from deepinfer_jax.cli.device import require_device
 from deepinfer_jax.cli.refusal import Refused
 
 if TYPE_CHECKING:
@@ -20,13 +22,14 @@ Run requests alone, one token at a time; then run them in every other way the en
 have, and compare tokens, log-probabilities, kept mass, routed experts and caches as unsigned
 integers. Prints a table: values compared and values that differ, one line per check.
 
-Exit status: 0 every bit is equal; 1 a bit differs; 2 the input was refused.
+Exit status: 0 every bit that was compared is equal; 1 a bit differs; 2 the input was refused.
 """
 _EPILOG = """\
 The first run compiles about a dozen programs; they are kept as those of `generate` are. What is
 promised, and why it holds, is written in docs/determinism.md of the source repository.
 """
 DIFFERENT = 1
+_INTERRUPTED = 130  # as of every command
 _NUMERICS = ("native", "fp32", "fp32-kvq")
 _HEAD = ("check", "varied", "compared", "differing", "seconds")
 
@@ -69,11 +72,17 @@ def run(args: argparse.Namespace) -> int:
                 print(f"{each.name:<14}{each.varied}")
             return 0
         tokens = _tokens(args)
+        require_device()
         use_compilation_cache()
         model = _load(args)
     except (TypeError, ValueError, OSError) as error:
         raise Refused(str(error)) from None
-    findings = _watch(model, chosen, tokens, args.seed)
+    try:
+        findings = _watch(model, chosen, tokens, args.seed)
+    except KeyboardInterrupt:
+        # Checks in work are threads; the interpreter would wait for them, minutes of compiling.
+        print("deepinfer-jax check-determinism: interrupted", file=sys.stderr, flush=True)
+        os._exit(_INTERRUPTED)
     print("\n".join([*table(findings), "", *facts(model, tokens, args.seed)]))
     return DIFFERENT if any(finding.differing for finding in findings) else 0
 
@@ -115,17 +124,30 @@ def _watch(model: Model, chosen: Sequence[Check], tokens: int, seed: int) -> lis
     found = []
     for finding in determinism.check(model, tokens=tokens, seed=seed, names=names):
         found.append(finding)
-        outcome = f"{finding.differing:,} DIFFER" if finding.differing else "equal"
+        outcome = _skipped(finding)
+        if outcome is None:
+            outcome = f"{finding.differing:,} DIFFER" if finding.differing else "equal"
         say(f"[{len(found)}/{len(names)}] {finding.name}: {outcome}, {finding.seconds:.1f} s")
         if finding.first:
             say(f"    first: {finding.first}")
     return found
 
 
+def _skipped(finding: Finding) -> str | None:
+    """What is said of a check that compared nothing, which proves nothing; None for another."""
+    return None if finding.compared else f"skipped: {finding.skipped or 'nothing to compare'}"
+
+
 def table(findings: Sequence[Finding]) -> list[str]:
     """Lines of a table with one row per finding."""
     body = [
-        (f.name, f.varied, f"{f.compared:,}", f"{f.differing:,}", f"{f.seconds:.1f}")
+        (
+            f.name,
+            f.varied,
+            f"{f.compared:,}",
+            _skipped(f) or f"{f.differing:,}",
+            f"{f.seconds:.1f}",
+        )
         for f in findings
     ]
     widths = [max(len(row[i]) for row in [_HEAD, *body]) for i in range(len(_HEAD))]

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import argparse
 import io
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from deepinfer_jax.cli.compiled import use_compilation_cache
+from deepinfer_jax.cli.device import require_device
 from deepinfer_jax.cli.progress import Progress
 from deepinfer_jax.cli.refusal import Refused
 
@@ -98,6 +100,7 @@ def run(args: argparse.Namespace) -> int:
     from deepinfer_jax import batching, loading
     from deepinfer_jax.cli import records
 
+    _check_files(args)
     prompts, places = _prompts(args)
     try:
         requests = _requests(args, prompts, places)
@@ -106,17 +109,18 @@ def run(args: argparse.Namespace) -> int:
         batching.slots_for(len(requests), args.batch_size)
     except (TypeError, ValueError, OSError) as error:
         raise Refused(str(error)) from None
+    require_device()
     path: Path | None = args.out
-    if args.resume and path is None:
-        raise Refused("--resume needs --out FILE, the file to go on with")
     out = None if path is None else records.open_out(path, resume=args.resume)
     try:
-        skip = records.finished_ids(path, asked) if path and args.resume else set()
+        skip = records.finished(path, asked) if path and args.resume else {}
         use_compilation_cache()
         try:
             model = loading.load(args.model, max_length=args.max_length)
         except (ValueError, OSError) as error:
             raise Refused(str(error)) from None
+        if path:
+            records.check_numerics(path, skip, model.numerics.fingerprint())
         if len(args.prompt) == 1 and not skip:
             lines = records.Lines(out, asked, in_order=False, indices=[0]) if out else None
             _stream(model, requests[0], lines)
@@ -128,6 +132,21 @@ def run(args: argparse.Namespace) -> int:
         if out is not None:
             out.close()
     return 0
+
+
+def _check_files(args: argparse.Namespace) -> None:
+    """Refuse files that do not go together, before anything is read or written."""
+    if args.resume and args.out is None:
+        raise Refused("--resume needs --out FILE, the file to go on with")
+    if args.out is None or args.prompts is None or not args.out.is_file():
+        return
+    try:
+        standard = args.prompts == "-"
+        prompts = os.fstat(sys.stdin.fileno()) if standard else os.stat(args.prompts)
+    except OSError:
+        return  # no such file, said where it is read; or standard input in memory
+    if os.path.samestat(prompts, args.out.stat()):
+        raise Refused(f"--out {args.out} is the file of the prompts: results need one of their own")
 
 
 def _prompts(args: argparse.Namespace) -> tuple[list[Any], list[str]]:
@@ -147,7 +166,9 @@ def _prompts(args: argparse.Namespace) -> tuple[list[Any], list[str]]:
     except UnicodeDecodeError as error:
         raise Refused(f"--prompts {args.prompts} is not UTF-8: {error}") from None
     except OSError as error:
-        raise Refused(f"--prompts {args.prompts} cannot be read: {error.strerror}") from None
+        raise Refused(
+            f"--prompts {args.prompts} cannot be read: {error.strerror or error}"
+        ) from None
     except ValueError as error:
         raise Refused(str(error)) from None
 

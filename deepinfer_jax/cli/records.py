@@ -6,6 +6,7 @@ import codecs
 import dataclasses
 import json
 import os
+import reprlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -15,7 +16,23 @@ from deepinfer_jax.cli.refusal import Refused
 if TYPE_CHECKING:
     from deepinfer_jax.requests import Request, Result
 
-_HEAD = b'{"id": '  # every line that this module writes begins with it
+_KINDS: Mapping[str, Any] = {  # the keys of a line, in order, and what stands there
+    "id": str | int,
+    "index": int,
+    "model": str,
+    "prompt": str | list,
+    "options": dict,
+    "text": str,
+    "finish_reason": str,
+    "prompt_tokens": int,
+    "tokens": list,
+    "logprobs": list,
+    "logprobs_processed": list,
+    "kept_mass": list,
+    "seed": int,
+    "numerics": str,
+    "timing": dict,
+}
 
 
 def asked(request: Request, model: str) -> dict[str, Any]:
@@ -40,7 +57,7 @@ def check_asked(values: Sequence[Mapping[str, Any]], places: Sequence[str]) -> N
     for value, place in zip(values, places, strict=True):
         try:
             _json(value).encode("utf-8")
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, RecursionError) as error:
             raise Refused(f"{place} cannot be written as JSON: {error}") from None
 
 
@@ -143,53 +160,90 @@ def open_out(path: Path, *, resume: bool) -> TextIO:
         raise Refused(f"--out {path} cannot be written: {error.strerror}") from None
 
 
-def finished_ids(path: Path, asked: Sequence[Mapping[str, Any]]) -> set[str]:
-    """Ids of the requests that have a line in `path`; a torn last line is cut off.
+def finished(path: Path, asked: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """Ids of the requests that have a line in `path`, each with the numerics of its result.
+
+    A torn last line is cut off; a whole one that lacks only its newline is given it.
 
     Raises Refused, and leaves the file alone, where a line is not a result of these requests or
     the end of the file cannot be a torn one.
     """
     data = path.read_bytes()
-    whole = data[: data.rfind(b"\n") + 1]
     wanted = {str(one["id"]): json.loads(_json(one)) for one in asked}
-    found = set()
-    for number, line in enumerate(whole.decode("utf-8", "replace").split("\n")[:-1], 1):
-        found.add(_finished_id(f"{path}:{number}", line, wanted))
-    torn = data[len(whole) :]
-    if torn:
-        if not whole and torn[: len(_HEAD)] != _HEAD[: len(torn)]:
-            raise Refused(f"{path} holds no results: give another file with --out")
-        os.truncate(path, len(whole))
+    *lines, tail = data.split(b"\n")
+    found = dict(_finished(f"{path}:{i}", line, wanted) for i, line in enumerate(lines, 1))
+    place = f"{path}:{len(lines) + 1}"
+    if _begins_with_a_value(tail):
+        found.update([_finished(place, tail, wanted)])
+        with open(path, "ab") as file:
+            file.write(b"\n")
+    elif tail:
+        if not _is_torn(tail, asked):
+            raise Refused(f"{place} is not a result: give another file with --out")
+        os.truncate(path, len(data) - len(tail))
     return found
 
 
-def _finished_id(place: str, line: str, wanted: Mapping[str, Mapping[str, Any]]) -> str:
-    """The id of a line whose request is among `wanted` and was the same in everything."""
+def check_numerics(path: Path, found: Mapping[str, str], numerics: str) -> None:
+    """Raise Refused where a result of `finished` was not made with these numerics."""
+    for name, before in found.items():
+        if before != numerics:
+            raise Refused(
+                f"{path}: the result of id {reprlib.repr(name)} was made with other numerics: "
+                f"{reprlib.repr(before)} there, {numerics!r} now; run on the same kind of device "
+                "with the same version, or give another file with --out"
+            )
+
+
+def _begins_with_a_value(tail: bytes) -> bool:
+    """Whether a whole JSON value stands there: then nothing was torn."""
     try:
-        value = json.loads(line)
+        json.JSONDecoder().raw_decode(tail.decode("utf-8", "replace"))
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def _is_torn(tail: bytes, asked: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether `tail` is the beginning of a line of one of these requests, up to its second key.
+
+    Zeros at its end are what a power cut leaves of bytes that never reached the disk.
+    """
+    tail = tail.rstrip(b"\0")
+    heads = (f'{_json({"id": one["id"]})[:-1]}, "index": '.encode() for one in asked)
+    return any(head[: len(tail)] == tail[: len(head)] for head in heads)
+
+
+def _finished(place: str, line: bytes, wanted: Mapping[str, Mapping[str, Any]]) -> tuple[str, str]:
+    """Id and numerics of a line whose request is among `wanted` and was the same in everything."""
+    try:
+        value = json.loads(line.decode("utf-8"))
     except (ValueError, RecursionError):
         value = None
-    if not isinstance(value, Mapping) or "id" not in value:
+    if not isinstance(value, Mapping) or not all(
+        isinstance(value.get(key), kind) for key, kind in _KINDS.items()
+    ):
         raise Refused(f"{place} is not a result: give another file with --out")
     name = str(value["id"])
     if name not in wanted:
-        raise Refused(f"{place}: id {name!r} is not of this run; give another file with --out")
+        raise Refused(
+            f"{place}: id {reprlib.repr(name)} is not of this run; give another file with --out"
+        )
     differing = _differing(value, wanted[name])
     if differing:
         raise Refused(
-            f"{place}: the result of id {name!r} was made with another {differing}; use the same "
-            "as before, or give another file with --out"
+            f"{place}: the result of id {reprlib.repr(name)} was made with another {differing}; "
+            "use the same as before, or give another file with --out"
         )
-    return name
+    return name, value["numerics"]
 
 
 def _differing(old: Mapping[str, Any], new: Mapping[str, Any]) -> str | None:
     """What differs between a line and what is asked now, the first of it, with both values."""
-    options, wanted = old.get("options"), new["options"]
-    options = options if isinstance(options, Mapping) else {}
-    pairs = [(name, old.get(name), new[name]) for name in ("model", "prompt")]
+    options, wanted = old["options"], new["options"]
+    pairs = [(name, old[name], new[name]) for name in ("model", "prompt")]
     pairs += [(name, options.get(name), wanted.get(name)) for name in {**wanted, **options}]
-    pairs.append(("seed", old.get("seed"), new["seed"]))
+    pairs.append(("seed", old["seed"], new["seed"]))
     for name, before, now in pairs:
         if before != now:
             return f"{name}: {_short(before)} there, {_short(now)} now"
@@ -197,5 +251,8 @@ def _differing(old: Mapping[str, Any], new: Mapping[str, Any]) -> str | None:
 
 
 def _short(value: Any) -> str:
-    text = json.dumps(value)
+    try:
+        text = json.dumps(value)
+    except RecursionError:
+        text = reprlib.repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."

@@ -32,6 +32,7 @@ class Finding:
       differing: how many of them differ.
       seconds: time the check took, compiling included.
       first: where the first difference stood and what was there; None without.
+      skipped: why nothing was compared; None where something was.
     """
 
     name: str
@@ -40,6 +41,7 @@ class Finding:
     differing: int
     seconds: float
     first: str | None = None
+    skipped: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,12 +49,14 @@ class Check:
     """A perturbation: `pairs` runs it and yields what must be equal.
 
     alone: it changes settings of the process, so no other check may run beside it.
+    nothing: why `pairs` may yield nothing.
     """
 
     name: str
     varied: str
     pairs: Callable[[Setup], Iterator[Pair]]
     alone: bool = False
+    nothing: str = "nothing to compare"
 
 
 CHECKS = (
@@ -70,7 +74,12 @@ CHECKS = (
     Check("scan", "decoding inside lax.scan", engine.scan),
     Check("score", "the trainer's pass: scores alone, batch 8", training.score),
     Check("speculation", "the model's drafter, any number verified", speculation.speculation),
-    Check("devices", "data and expert parallel over 2 to 8 devices", speculation.devices),
+    Check(
+        "devices",
+        "data and expert parallel over 2 to 8 devices",
+        speculation.devices,
+        nothing="one device",
+    ),
     Check("compilation", "compilation cache cold and warm", compilation.compiled, alone=True),
 )
 _WORKERS = 2
@@ -89,7 +98,8 @@ def check(
       names: which of `NAMES` to run; default all.
 
     Returns an iterator of one `Finding` per check, in the order of `names`, those that must run
-    alone at the end. Nothing is computed before the first is asked for.
+    alone at the end. Nothing is computed before the first is asked for. Ctrl-C does not wait for
+    checks in work: their threads end by themselves.
 
     Raises:
       TypeError, ValueError: a bad argument; by the call itself, before anything is compiled.
@@ -119,13 +129,16 @@ def select(names: Iterable[str] | None) -> tuple[Check, ...]:
 def _run(model: Model, chosen: tuple[Check, ...], tokens: int, seed: int) -> Iterator[Finding]:
     """Two checks at a time: most of their time is compiling, which keeps one core busy."""
     setup = make_setup(model, tokens=tokens, seed=seed)
-    pool = ThreadPoolExecutor(_WORKERS)
+    pool, wait = ThreadPoolExecutor(_WORKERS), True
     try:
         running = [pool.submit(run_check, each, setup) for each in chosen if not each.alone]
         for future in running:
             yield future.result()
+    except KeyboardInterrupt:
+        wait = False  # a check in work may go on for minutes
+        raise
     finally:
-        pool.shutdown(cancel_futures=True)
+        pool.shutdown(wait=wait, cancel_futures=True)
     for each in chosen:
         if each.alone:
             yield run_check(each, setup)
@@ -142,7 +155,8 @@ def run_check(check: Check, setup: Setup) -> Finding:
             if first is None and where.any():
                 first = _describe(pair, name, where)
     seconds = time.perf_counter() - start
-    return Finding(check.name, check.varied, compared, int(differing), seconds, first)
+    skipped = None if compared else check.nothing
+    return Finding(check.name, check.varied, compared, int(differing), seconds, first, skipped)
 
 
 def _describe(pair: Pair, name: str, where: np.ndarray) -> str:
