@@ -18,7 +18,7 @@ def test_versions_are_known_without_an_installation(monkeypatch):
             raise metadata.PackageNotFoundError(name)
         return installed(name)
 
-    spec = importlib.util.spec_from_file_location("checkpoint_load", BENCH / "checkpoint_load.py")
+    spec = importlib.util.spec_from_file_location("environment", BENCH / "environment.py")
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
     monkeypatch.setattr(metadata, "version", version)

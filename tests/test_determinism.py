@@ -203,7 +203,7 @@ def test_the_checks_are_named(capsys):
     assert [line.split()[0] for line in lines] == list(determinism.NAMES)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_real_check_of_a_folder(monkeypatch, capsys):
     monkeypatch.setattr(checking, "use_compilation_cache", lambda: None)
     assert run(tiny_model.folder(), "--only", "repetition", "--tokens", 3) == 0

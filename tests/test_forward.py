@@ -55,6 +55,7 @@ def test_the_program_has_loops_of_both_kinds():
     ]
 
 
+@pytest.mark.exhaustive
 def test_loops_give_the_bits_of_single_layers():
     weights = params.init(jax.random.key(5), DEEP)
     token_map = np.arange(DEEP.vocab_size, dtype=np.int32) % DEEP.engram_compressed_vocab_size

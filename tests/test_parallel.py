@@ -84,6 +84,7 @@ def test_rollouts_over_a_mesh_are_those_of_one_device():
     same(vars(got), vars(want))
 
 
+@pytest.mark.exhaustive
 def test_adding_up_over_devices_would_be_noticed(monkeypatch):
     """Partial sums of each device added by `psum`, as is usual: the bits change."""
 

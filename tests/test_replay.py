@@ -151,6 +151,7 @@ def test_decoding_afterwards_is_the_same(dtype):
         assert not equality.different(left, right)
 
 
+@pytest.mark.exhaustive
 def test_the_oracle_agrees():
     """Logits of the kept rows and of the steps that follow, and the draft after them."""
     m, source, length = every_role.model("float32"), texts("float32")[0], PROMPTS[0]

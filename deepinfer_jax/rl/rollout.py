@@ -76,13 +76,10 @@ def rollout(
     rows = row_sets.batch_rows(prompts, lengths)
     first, cache = steps.prefill(params, tables, rows, cache, sampling, cfg, numerics)
     ends = jnp.broadcast_to(stops[None, :], (b, stops.shape[0])).astype(jnp.int32)
-    stopped = jnp.any(first.token[:, None] == ends, axis=1)
-    left = jnp.full((b,), new - 1, jnp.int32)
-    running = Running(first.token, ~stopped & (left > 0), left, ends)
-    out = _record(
-        _start(prompts, lengths, new), jax.tree.map(lambda x: x[:, None], first), lengths,
-        jnp.ones((b, 1), bool),
-    )  # fmt: skip
+    going = ~jnp.any(first.token[:, None] == ends, axis=1) & (new > 1)
+    running = Running(first.token, going, jnp.full((b,), new - 1, jnp.int32), ends)
+    first = jax.tree.map(lambda x: x[:, None], first)
+    out = _record(_start(prompts, lengths, new), first, lengths, jnp.ones((b, 1), bool))
 
     def more(carry: tuple[Rollout, Running, Cache]) -> jax.Array:
         active = jnp.any(carry[1].active)

@@ -10,7 +10,9 @@ from tests.golden import reader
 
 HERE = Path(__file__).parent
 # Recorded twice in substance: the default run takes the richer folder of each mode.
-MORE = {("micro-bf16", "native"), ("micro-vl", "native"), ("mini", "fp32_kvq")}
+MORE = {
+    ("micro-bf16", "fp32"), ("micro-bf16", "native"), ("micro-vl", "native"), ("mini", "fp32_kvq"),
+}  # fmt: skip
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -10,7 +10,7 @@ from tests.invariance import setups
 # What the default run shows in float32; the rest of it there is exhaustive, as are, in bfloat16,
 # checks that share no program with another test.
 FLOAT32 = {"compilation", "devices"}
-ALONE = {"compilation", "devices", "engine", "gradient", "scan"}
+ALONE = {"compilation", "devices", "engine", "gradient", "padding", "scan"}
 
 
 def case(check, dtype):
@@ -32,4 +32,4 @@ def test_nothing_changes_a_bit(check, dtype):
     finding = determinism.run_check(check, setups.setup(dtype))
     assert finding.first is None
     assert finding.differing == 0
-    assert finding.compared > 400
+    assert finding.compared > 300

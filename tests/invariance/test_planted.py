@@ -26,7 +26,7 @@ SERVING = ("token", "raw", "processed", "kept", "scored", "routed", "output", "e
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=[pytest.mark.exhaustive] if name in ("padding", "scan") else [])
+        pytest.param(name, marks=[] if name in ("batch", "score") else [pytest.mark.exhaustive])
         for name in SEEN_IN_PLAIN_FORM
     ],
 )
@@ -36,7 +36,9 @@ def test_the_plain_form_is_caught(name):
     assert finding.first is not None
 
 
-@pytest.mark.parametrize("name", ["repetition", "donation"])
+@pytest.mark.parametrize(
+    "name", ["repetition", pytest.param("donation", marks=pytest.mark.exhaustive)]
+)
 @pytest.mark.parametrize("value", SERVING)
 def test_one_flipped_bit_is_caught(name, value):
     finding = determinism.run_check(CHECKS[name], setups.flipped(setups.setup("float32"), value))
