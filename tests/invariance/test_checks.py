@@ -10,7 +10,7 @@ from tests.invariance import setups
 # What the default run shows in float32; the rest of it there is exhaustive, as are, in bfloat16,
 # checks that share no program with another test.
 FLOAT32 = {"compilation", "devices"}
-ALONE = {"compilation", "devices", "engine", "gradient", "padding", "scan"}
+ALONE = {"compilation", "devices", "engine", "gradient", "padding", "scan", "speculation"}
 
 
 def case(check, dtype):

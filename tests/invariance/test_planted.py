@@ -26,7 +26,7 @@ SERVING = ("token", "raw", "processed", "kept", "scored", "routed", "output", "e
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=[] if name in ("batch", "score") else [pytest.mark.exhaustive])
+        pytest.param(name, marks=[] if name == "score" else [pytest.mark.exhaustive])
         for name in SEEN_IN_PLAIN_FORM
     ],
 )
