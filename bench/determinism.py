@@ -23,23 +23,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from environment import machine, versions, write_result
+from layer import EXPERT, PRODUCTS
 
 import deepinfer_jax as di
 from deepinfer_jax import numerics as nx
 from deepinfer_jax import quant, steps
 from deepinfer_jax.numerics import Numerics
 
-# Products of one released layer: K, N, how often, storage.
-LAYER = {
-    "queries down": (5120, 1280, 1, "fp8_block"),
-    "queries up": (1280, 32768, 1, "fp8_block"),
-    "window": (5120, 512, 1, "fp8_block"),
-    "output up": (8192, 5120, 1, "fp8_block"),
-    "shared expert up": (5120, 2304, 2, "fp8_block"),
-    "shared expert down": (2304, 5120, 1, "fp8_block"),
-    "routed expert up": (5120, 2304, 2, "fp4_group"),
-    "routed expert down": (2304, 5120, 1, "fp4_group"),
-}
 DECODE, DRAFTS, SCORE = (1, 8, 32), 5, (8, 128)  # slots; drafts of 8 slots; sequences and tokens
 _STATIC = ("cfg", "numerics")
 
@@ -141,9 +131,10 @@ _product = jax.jit(nx.linear, static_argnames="numerics")
 def products(counts: list[int], repeats: int) -> list[dict[str, Any]]:
     """Every product of the layer at every number of rows, from bfloat16 and from stored weights."""
     found = []
-    for name, (k, n, times, stored) in LAYER.items():
+    for name, (k, n, times, stored) in {**PRODUCTS, **EXPERT}.items():
         wide = jax.random.normal(jax.random.key(0), (n, k)).astype(jnp.bfloat16)
-        for storage in ("bf16", stored):
+        for kind in ("bf16", "released"):
+            storage = stored if kind == "released" and stored else "bf16"
             weight = wide if storage == "bf16" else quant.quantize(wide, storage)
             for m in counts:
                 x = jax.random.normal(jax.random.key(m), (m, k)).astype(jnp.bfloat16)
@@ -153,7 +144,15 @@ def products(counts: list[int], repeats: int) -> list[dict[str, Any]]:
                     )
                     for form, rows in forms().items()
                 }
-                row = {"name": name, "k": k, "n": n, "times": times, "storage": storage, "rows": m}
+                row = {
+                    "of": kind,
+                    "name": name,
+                    "k": k,
+                    "n": n,
+                    "times": times,
+                    "storage": storage,
+                    "rows": m,
+                }
                 found.append(row | compared(in_turns(runs, repeats)))
                 print(name, storage, m, round(found[-1]["ratio"], 2), flush=True)
     return found
@@ -163,8 +162,7 @@ def layer_sums(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The layer's products added up by storage and rows."""
     totals: dict[tuple[str, int], list[float]] = {}
     for row in rows:
-        kind = "bf16" if row["storage"] == "bf16" else "released"
-        total = totals.setdefault((kind, row["rows"]), [0.0, 0.0])
+        total = totals.setdefault((row["of"], row["rows"]), [0.0, 0.0])
         for place, form in enumerate(("invariant_ms", "plain_ms")):
             total[place] += row["times"] * row[form]
     return [

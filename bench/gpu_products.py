@@ -14,10 +14,7 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
-import platform
 import statistics
-import subprocess
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -27,25 +24,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from environment import machine, versions, write_result
 from jax.experimental.mosaic.gpu import profiler
+from layer import PRODUCTS
 
-import deepinfer_jax
 from deepinfer_jax import numerics as nx
 from deepinfer_jax import quant
 from deepinfer_jax.numerics import Numerics
 
-# name: K, N, how often in a layer, storage in the release
-LAYER = {
-    "queries down": (5120, 1280, 1, "fp8_block"),
-    "queries up": (1280, 32768, 1, "fp8_block"),
-    "window": (5120, 512, 1, "fp8_block"),
-    "output up": (8192, 5120, 1, "fp8_block"),
-    "shared expert up": (5120, 2304, 2, "fp8_block"),
-    "shared expert down": (2304, 5120, 1, "fp8_block"),
-    "router": (5120, 384, 1, None),
-}
 EXPERTS, ACTIVE, HIDDEN, WIDTH = 384, 6, 5120, 2304
-ROOT = Path(__file__).resolve().parents[1]
 FORMS = ("pallas", "batched")
 _SAMPLES = 5
 _BYTES = 150e6  # of the weights among which a measurement goes around: several times the L2 cache
@@ -84,7 +71,7 @@ def weights(k: int, n: int, storage: str) -> list[Any]:
 
 def time_dots(name: str, storage: str, counts: list[int]) -> list[dict[str, Any]]:
     """One weight of the layer at every number of rows, in both forms."""
-    k, n, times, released = LAYER[name]
+    k, n, times, released = PRODUCTS[name]
     kind = released if storage == "released" and released else "bf16"
     held = weights(k, n, kind)
     cases = [(m, form) for m in counts for form in FORMS]
@@ -146,17 +133,6 @@ def sums(dots: list[dict[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
-def versions(commit: str | None) -> dict[str, str]:
-    command = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
-    found = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
-    return {
-        "python": platform.python_version(),
-        "jax": jax.__version__,
-        "deepinfer-jax": deepinfer_jax.__version__,
-        "commit": commit or found or "unknown",
-    }
-
-
 def show(result: dict[str, Any]) -> None:
     print(f"{'storage':10} {'K':>6} {'N':>6} {'rows':>5} {'pallas us':>10} {'xla us':>10} ratio")
     for row in result["dots"]:
@@ -182,10 +158,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--machine", default="local", help="short name for the result file")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 64, 256, 1024, 4096])
-    parser.add_argument("--commit", help="of the code, where it lies outside of its repository")
     parser.add_argument("--storages", nargs="*", default=["bf16", "released"])
     parser.add_argument("--experts", action=argparse.BooleanOptionalAction, default=True)
-    parser.add_argument("--out", type=Path, default=Path(__file__).with_name("results"))
+    parser.add_argument("--out", type=Path, help="folder of the result, default bench/results")
     arguments = parser.parse_args()
     if jax.default_backend() != "gpu":
         raise SystemExit(f"this needs an NVIDIA GPU, the back end is {jax.default_backend()}")
@@ -193,13 +168,13 @@ def main() -> None:
     dots = [
         {**row, "of": storage}
         for storage in arguments.storages
-        for name in LAYER
+        for name in PRODUCTS
         for row in time_dots(name, storage, arguments.rows)
     ]
     result = {
         "question": __doc__.splitlines()[0],
-        "machine": {"accelerator": jax.devices()[0].device_kind},
-        "versions": versions(arguments.commit),
+        "machine": machine(),
+        "versions": versions(),
         "config": {"name": "deepseek-v4.1-flash", "numerics": "native, input quantizers left out"},
         "dots": dots,
         "layer": sums(dots),
@@ -207,9 +182,7 @@ def main() -> None:
     }
     result["seconds"] = time.perf_counter() - start
     show(result)
-    arguments.out.mkdir(exist_ok=True)
-    path = arguments.out / f"gpu_products-{arguments.machine}.json"
-    path.write_text(json.dumps(result, indent=1) + "\n", "utf-8")
+    write_result("gpu_products", arguments.machine, result, arguments.out)
 
 
 if __name__ == "__main__":

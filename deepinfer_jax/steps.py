@@ -205,7 +205,7 @@ def speculate(
         params, tables, running.tokens, drafts, scheduled, running.active, cache, sampling, cfg,
         numerics,
     )  # fmt: skip
-    right = samplers.accepted(judged.token, drafts, jnp.clip(scheduled, 0, size))
+    right = samplers.accepted(judged.token, drafts, scheduled)
     emitted, running, count = _commit(running, judged.token, right)
     cache = dataclasses.replace(cache, lengths=cache.lengths + count)
     return judged, emitted, running, cache
@@ -214,8 +214,9 @@ def speculate(
 def _commit(
     running: Running, tokens: jax.Array, right: jax.Array
 ) -> tuple[jax.Array, Running, jax.Array]:
-    """Emit tokens [B, N + 1] up to the one after `right` [B] accepted drafts: (emitted, running,
-    number emitted [B]).
+    """Emit tokens [B, N + 1] up to the one after `right` [B] accepted drafts.
+
+    Returns (emitted [B, N + 1] bool, running, number emitted [B]).
     """
     offset = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :]
     stopping = jnp.any(tokens[:, :, None] == running.stops[:, None, :], axis=2)

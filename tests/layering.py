@@ -44,7 +44,7 @@ ORDER = (
     "cli",
     "__main__",
 )
-SUMS_ALLOWED = ("numerics", "training", "rl")
+SUMS_ALLOWED = ("numerics", "training")
 ENVIRONMENT_ALLOWED = ("loading", "cli", "__main__")
 NAMELESS = {"utils", "util", "common", "misc", "helpers"}
 FILE_LINES = 500

@@ -208,3 +208,12 @@ def test_a_real_check_of_a_folder(monkeypatch, capsys):
     monkeypatch.setattr(checking, "use_compilation_cache", lambda: None)
     assert run(tiny_model.folder(), "--only", "repetition", "--tokens", 3) == 0
     assert " 0 " in capsys.readouterr().out.splitlines()[2]
+
+
+@pytest.mark.parametrize(("backend", "form"), [("cpu", "tiled"), ("gpu", "pallas")])
+@pytest.mark.parametrize("name", ["fp32", "fp32-kvq"])
+def test_float32_numerics_are_those_of_the_back_end(name, backend, form, monkeypatch):
+    """Those of a CPU would be refused on a GPU, where they keep no promise."""
+    monkeypatch.setattr("jax.default_backend", lambda: backend)
+    assert checking._numerics(name).rows == form
+    assert checking._numerics("native") is None

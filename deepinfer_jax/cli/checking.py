@@ -106,9 +106,14 @@ def _load(args: argparse.Namespace) -> Model:
 
 
 def _numerics(name: str) -> Numerics | None:
-    from deepinfer_jax.numerics import Numerics
+    import jax
 
-    return {"native": None, "fp32": Numerics.fp32(), "fp32-kvq": Numerics.fp32_kvq()}[name]
+    from deepinfer_jax.numerics import Numerics, rows_for
+
+    if name == "native":
+        return None  # what `load` chooses
+    form = rows_for(jax.default_backend())
+    return Numerics.fp32(form) if name == "fp32" else Numerics.fp32_kvq(form)
 
 
 def _watch(model: Model, chosen: Sequence[Check], tokens: int, seed: int) -> list[Finding]:

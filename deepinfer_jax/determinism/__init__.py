@@ -5,7 +5,8 @@ chunks, with wrong drafts, preempted, inside `lax.scan`, in the engine, under a 
 log-probabilities (raw and processed), kept mass, routed experts and what can be read of the caches
 must be equal to the reference's in every bit. `check` runs all of it; the modules hold the parts:
 `equality`, `feeding`, `reference`, `schedules`, and the checks in `serving`, `engine`,
-`compilation`, `training`.
+`compilation`, `training`,
+`speculation`.
 """
 
 from deepinfer_jax.determinism.checks import (

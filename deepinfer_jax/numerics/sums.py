@@ -66,7 +66,7 @@ def ordered_sum(terms: list[jax.Array]) -> jax.Array:
 
 
 def plain_sum(x: jax.Array, axis: int) -> jax.Array:
-    """Sum over one axis in an order of the compiler's choice; for `rows="dense"` only."""
+    """Sum over one axis in the compiler's order: for losses and `rows="dense"` only."""
     return jnp.sum(x, axis=axis)
 
 

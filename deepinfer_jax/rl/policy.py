@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from deepinfer_jax import numerics as nx
 from deepinfer_jax import steps
 from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.numerics import Numerics
@@ -60,14 +61,15 @@ def policy_gradient(
         gap = jnp.where(counted, seen.processed - rollout.processed, 0)
         ratio = jnp.exp(gap)
         mean = 1 / jnp.maximum(count, 1).astype(jnp.float32)
-        value = -jnp.sum(jnp.where(counted, ratio * advantages[:, None], 0)) * mean
+        gain = jnp.where(counted, ratio * advantages[:, None], 0)
+        value = -nx.plain_sum(gain.reshape(-1), 0) * mean
         difference = jnp.where(counted, jnp.abs(seen.raw - rollout.raw), 0)
         return value, Agreement(
             loss=value,
             tokens=count,
             raw=jnp.max(difference),
             processed=jnp.max(jnp.abs(gap)),
-            kl=jnp.sum(ratio - 1 - gap) * mean,
+            kl=nx.plain_sum((ratio - 1 - gap).reshape(-1), 0) * mean,
         )
 
     return jax.grad(loss, has_aux=True)(params)
