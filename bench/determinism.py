@@ -13,9 +13,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
+import os
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +35,8 @@ from deepinfer_jax.numerics import Numerics
 
 DECODE, DRAFTS, SCORE = (1, 8, 32), 5, (8, 128)  # slots; drafts of 8 slots; sequences and tokens
 _STATIC = ("cfg", "numerics")
+_prefill = jax.jit(di.prefill, static_argnames=_STATIC)
+_score = jax.jit(di.score, static_argnames=_STATIC)
 
 
 def forms() -> dict[str, str]:
@@ -64,39 +69,48 @@ def compared(seconds: dict[str, list[float]]) -> dict[str, float]:
 
 
 def programs(model: di.Model, repeats: int, loops: int) -> Iterator[tuple[str, dict[str, list]]]:
-    """(name, seconds by form) of decode, verification and scoring."""
-    for batch in DECODE:
-        yield f"decode {batch}", in_turns(_stepping(model, batch, 0, loops), repeats)
-    yield f"verify 8x{DRAFTS + 1}", in_turns(_stepping(model, 8, DRAFTS, loops), repeats)
-    yield "score {}x{}".format(*SCORE), in_turns(_scoring(model), repeats)
+    """(name, seconds by form) of decode, verification and scoring; compiled side by side first."""
+    builders: dict[str, Callable[[Numerics], Callable[[], Any]]] = {
+        f"decode {batch}": functools.partial(_stepping, model, batch, 0, loops) for batch in DECODE
+    }
+    builders[f"verify 8x{DRAFTS + 1}"] = functools.partial(_stepping, model, 8, DRAFTS, loops)
+    builders["score {}x{}".format(*SCORE)] = functools.partial(_scoring, model)
+
+    def build(name: str, rows: str) -> Callable[[], Any]:
+        run = builders[name](dataclasses.replace(model.numerics, rows=rows))
+        jax.block_until_ready(run())
+        return run
+
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        built = {
+            name: {form: pool.submit(build, name, rows) for form, rows in forms().items()}
+            for name in builders
+        }
+        runs = {name: {form: job.result() for form, job in each.items()}
+                for name, each in built.items()}  # fmt: skip
+    for name, each in runs.items():
+        yield name, in_turns(each, repeats)
 
 
-def _stepping(model: di.Model, batch: int, drafts: int, loops: int) -> dict[str, Callable]:
-    """`loops` calls of `steps.verify` behind a prompt of 96 tokens, by form."""
+def _stepping(
+    model: di.Model, batch: int, drafts: int, loops: int, numerics: Numerics
+) -> Callable[[], Any]:
+    """`loops` calls of `steps.verify` behind a prompt of 96 tokens."""
     rng = np.random.default_rng(0)
     prompt = jnp.asarray(rng.integers(8, model.cfg.vocab_size, (batch, 96), np.int32))
     tokens, proposed = prompt[:, 0], prompt[:, :drafts]
     sampling = jax.device_put(di.make_sampling(batch, 1.0, seeds=range(batch)))
     active, scheduled = jnp.ones((batch,), bool), jnp.full((batch,), drafts, jnp.int32)
-    found = {}
-    for name, rows in forms().items():
-        numerics = dataclasses.replace(model.numerics, rows=rows)
-        cache = di.init_cache(model.cfg, numerics, batch, 512)
-        fill = jax.jit(di.prefill, static_argnames=_STATIC)
-        every = di.batch_rows(prompt, jnp.full((batch,), 96, jnp.int32))
-        _, cache = fill(model.params, model.tables, every, cache, sampling, model.cfg, numerics)
-        many = jax.jit(_many, static_argnames=(*_STATIC, "loops"))
-
-        def run(many=many, cache=cache, numerics=numerics):
-            return many(
-                model.params, model.tables, tokens, proposed, scheduled, active, cache, sampling,
-                model.cfg, numerics, loops=loops,
-            )  # fmt: skip
-
-        found[name] = run
-    return found
+    cache = di.init_cache(model.cfg, numerics, batch, 512)
+    every = di.batch_rows(prompt, jnp.full((batch,), 96, jnp.int32))
+    _, cache = _prefill(model.params, model.tables, every, cache, sampling, model.cfg, numerics)
+    return functools.partial(
+        _many, model.params, model.tables, tokens, proposed, scheduled, active, cache, sampling,
+        model.cfg, numerics, loops=loops,
+    )  # fmt: skip
 
 
+@functools.partial(jax.jit, static_argnames=(*_STATIC, "loops"))
 def _many(params, tables, tokens, drafts, scheduled, active, cache, sampling, cfg, numerics, loops):
     def step(carry, _):
         cache, tokens = carry
@@ -109,18 +123,13 @@ def _many(params, tables, tokens, drafts, scheduled, active, cache, sampling, cf
     return tokens
 
 
-def _scoring(model: di.Model) -> dict[str, Callable]:
+def _scoring(model: di.Model, numerics: Numerics) -> Callable[[], Any]:
     b, s = SCORE
     tokens = np.random.default_rng(1).integers(8, model.cfg.vocab_size, (b, s), np.int32)
     lengths = np.full(b, s, np.int32)
-    score = jax.jit(di.score, static_argnames=_STATIC)
-    return {
-        name: lambda rows=rows: score(
-            model.params, model.tables, tokens, lengths, model.cfg,
-            dataclasses.replace(model.numerics, rows=rows),
-        )
-        for name, rows in forms().items()
-    }  # fmt: skip
+    return functools.partial(
+        _score, model.params, model.tables, tokens, lengths, model.cfg, numerics
+    )
 
 
 # -- products of a released layer ------------------------------------------------------------------
