@@ -29,7 +29,7 @@ from environment import machine, versions, write_result
 
 import deepinfer_jax as di
 from deepinfer_jax import batching, info, loading, quant
-from deepinfer_jax.steps import Running
+from deepinfer_jax.rounds import Running
 
 LARGE = 512 << 20
 _STATIC = {"static_argnames": ("cfg", "numerics"), "donate_argnames": "cache"}
@@ -122,11 +122,11 @@ def decode(model: di.Model, batch: int, prompt_tokens: int, repeats: int) -> dic
     samples, busy = [], []
     for _ in range(repeats + 1):
         start, used = time.perf_counter(), time.process_time()
-        sampled, _, _, cache = program(model.params, model.tables, running, cache, sampling)
-        jax.block_until_ready((sampled, cache))
+        made, _, cache = program(model.params, model.tables, running, cache, sampling)
+        jax.block_until_ready((made, cache))
         samples.append((time.perf_counter() - start) / steps)
         busy.append((time.process_time() - used) / steps)
-        running = dataclasses.replace(running, tokens=sampled.token[-1])
+        running = dataclasses.replace(running, tokens=made.sampled.token[-1, :, 0])
     return {
         "compile_s": compile_s,
         "samples": samples[1:],

@@ -30,7 +30,7 @@ from layer import EXPERT, PRODUCTS
 
 import deepinfer_jax as di
 from deepinfer_jax import numerics as nx
-from deepinfer_jax import quant, steps
+from deepinfer_jax import quant, rounds
 from deepinfer_jax.numerics import Numerics
 
 DECODE, DRAFTS, SCORE = (1, 8, 32), 5, (8, 128)  # slots; drafts of 8 slots; sequences and tokens
@@ -95,7 +95,7 @@ def programs(model: di.Model, repeats: int, loops: int) -> Iterator[tuple[str, d
 def _stepping(
     model: di.Model, batch: int, drafts: int, loops: int, numerics: Numerics
 ) -> Callable[[], Any]:
-    """`loops` calls of `steps.verify` behind a prompt of 96 tokens."""
+    """`loops` calls of `rounds.verify` behind a prompt of 96 tokens."""
     rng = np.random.default_rng(0)
     prompt = jnp.asarray(rng.integers(8, model.cfg.vocab_size, (batch, 96), np.int32))
     tokens, proposed = prompt[:, 0], prompt[:, :drafts]
@@ -114,7 +114,7 @@ def _stepping(
 def _many(params, tables, tokens, drafts, scheduled, active, cache, sampling, cfg, numerics, loops):
     def step(carry, _):
         cache, tokens = carry
-        sampled, cache = steps.verify(
+        sampled, cache = rounds.verify(
             params, tables, tokens, drafts, scheduled, active, cache, sampling, cfg, numerics
         )
         return (cache, sampled.token[:, 0]), None

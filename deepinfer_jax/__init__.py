@@ -18,9 +18,10 @@ if TYPE_CHECKING:
     from deepinfer_jax.params import init as init_params
     from deepinfer_jax.prompts import request_seed
     from deepinfer_jax.requests import Result
+    from deepinfer_jax.rounds import Round, Running, decode, decode_many, speculate, verify
     from deepinfer_jax.rows import Rows, batch_rows, text_rows
     from deepinfer_jax.sampling import Sampled, Sampling, make_sampling
-    from deepinfer_jax.steps import Running, decode, decode_many, prefill, score
+    from deepinfer_jax.steps import prefill, score
     from deepinfer_jax.tables import Tables, make_tables
     from deepinfer_jax.text import Tokenizer, load_tokenizer
 
@@ -34,14 +35,15 @@ _HOMES = {
     "Numerics": "numerics",
     "Result": "requests",
     "Rows": "rows",
-    "Running": "steps",
+    "Round": "rounds",
+    "Running": "rounds",
     "Sampled": "sampling",
     "Sampling": "sampling",
     "Tables": "tables",
     "Tokenizer": "text",
     "batch_rows": "rows",
-    "decode": "steps",
-    "decode_many": "steps",
+    "decode": "rounds",
+    "decode_many": "rounds",
     "forward": "model.forward",
     "generate": "generation",
     "init_cache": "cache",
@@ -55,9 +57,11 @@ _HOMES = {
     "request_seed": "prompts",
     "save_params": "checkpoint",
     "score": "steps",
+    "speculate": "rounds",
     "stream": "generation",
     "text_rows": "rows",
     "trace": "model.forward",
+    "verify": "rounds",
 }
 
 __all__ = [
@@ -66,6 +70,7 @@ __all__ = [
     "ModelConfig",
     "Numerics",
     "Result",
+    "Round",
     "Rows",
     "Running",
     "Sampled",
@@ -89,9 +94,11 @@ __all__ = [
     "request_seed",
     "save_params",
     "score",
+    "speculate",
     "stream",
     "text_rows",
     "trace",
+    "verify",
 ]
 
 

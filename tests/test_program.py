@@ -18,7 +18,7 @@ import pytest
 
 from deepinfer_jax import cache as caches
 from deepinfer_jax import params as parameters
-from deepinfer_jax import resources, steps, tables
+from deepinfer_jax import resources, rounds, tables
 from deepinfer_jax.cache import Cache
 from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.model.program import program
@@ -50,7 +50,7 @@ def half() -> ModelConfig:
 
 
 def lowered(cfg: ModelConfig, capacity: int) -> tuple[Any, Cache]:
-    """`steps.decode` for abstract arguments, its cache donated."""
+    """`rounds.decode` for abstract arguments, its cache donated."""
     numerics = Numerics.native()
     cache = caches.cache_shapes(cfg, numerics, BATCH, capacity)
 
@@ -60,7 +60,7 @@ def lowered(cfg: ModelConfig, capacity: int) -> tuple[Any, Cache]:
     real, whole = rows(jnp.float32), rows(jnp.int32)
     sampling = Sampling(real, real, whole, real, rows(jnp.uint32, 2))
     decode = jax.jit(
-        steps.decode, static_argnames=("cfg", "numerics"), donate_argnames="cache"
+        rounds.decode, static_argnames=("cfg", "numerics"), donate_argnames="cache"
     )  # fmt: skip
     made = decode.lower(
         parameters.shapes(cfg), tables.table_shapes(cfg, capacity), whole, rows(jnp.bool_), cache,

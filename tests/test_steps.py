@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from deepinfer_jax import cache as caches
-from deepinfer_jax import parallel, rl, sampling, steps, tables
+from deepinfer_jax import parallel, rl, rounds, sampling, steps, tables
 from deepinfer_jax.numerics import Numerics
-from deepinfer_jax.steps import Running
+from deepinfer_jax.rounds import Running
 from tests.small import PLAIN, WINDOW_ONLY
 
 B = 3
@@ -26,7 +26,7 @@ def options(rows: int) -> sampling.Sampling:
 def verify(drafts: int, rows: int = B, **more):
     cache = caches.init_cache(PLAIN, NUMERICS, B, 24, **more)
     proposed = jnp.zeros((B, drafts), jnp.int32)
-    return steps.verify(
+    return rounds.verify(
         {}, TABLES, TOKENS, proposed, TOKENS, ACTIVE, cache, options(rows), PLAIN, NUMERICS
     )
 
@@ -52,7 +52,7 @@ def test_a_model_without_drafter_makes_no_drafts():
     cache = caches.init_cache(WINDOW_ONLY, NUMERICS, B, 24)
     running = Running(TOKENS, ACTIVE, TOKENS, jnp.zeros((B, 1), jnp.int32))
     with pytest.raises(ValueError, match=r"no draft layers .*use size=0"):
-        steps.propose({}, TABLES, running, cache, options(B), WINDOW_ONLY, NUMERICS, size=1)
+        rounds.propose({}, TABLES, running, cache, options(B), WINDOW_ONLY, NUMERICS, size=1)
 
 
 def rollout(cfg=PLAIN, width: int = 5, **more):

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from deepinfer_jax import steps
+from deepinfer_jax import rounds
 from deepinfer_jax.batching import Batch
 from deepinfer_jax.cache import Cache
 from deepinfer_jax.config import ModelConfig
@@ -37,7 +37,7 @@ def in_scan(
 
     def step(carry, _):
         tokens, cache = carry
-        sampled, cache = steps.decode(
+        sampled, cache = rounds.decode(
             params, tables, tokens, active, cache, sampling, cfg, numerics
         )
         return (sampled.token, cache), sampled

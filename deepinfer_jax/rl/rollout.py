@@ -10,13 +10,14 @@ import jax.numpy as jnp
 from jax import lax
 
 from deepinfer_jax import cache as caches
+from deepinfer_jax import rounds, steps
 from deepinfer_jax import rows as row_sets
-from deepinfer_jax import steps
 from deepinfer_jax.cache import Cache
 from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.numerics import Numerics
+from deepinfer_jax.planning import Fixed
+from deepinfer_jax.rounds import Running
 from deepinfer_jax.sampling import Sampled, Sampling
-from deepinfer_jax.steps import Running
 from deepinfer_jax.tables import Tables
 
 
@@ -89,10 +90,10 @@ def rollout(
         out, running, cache = carry
         wanted = scheduled[out.rounds % scheduled.shape[0]]
         place = cache.lengths + 1
-        judged, emitted, running, cache = steps.speculate(
-            params, tables, running, cache, sampling, wanted, cfg, numerics, size=size
+        made, running, cache = rounds.speculate(
+            params, tables, running, cache, sampling, Fixed(wanted), cfg, numerics, size=size
         )
-        return _record(out, judged, place, emitted), running, cache
+        return _record(out, made.sampled, place, made.emitted), running, cache
 
     return lax.while_loop(more, step, (out, running, cache))[0]
 

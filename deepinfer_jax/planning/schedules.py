@@ -1,0 +1,53 @@
+"""Schedules: pytrees that say how many drafts of each slot a round verifies.
+
+Each has `lengths(confidence, active, room)` (see `rounds.Schedule`) and is a function of its
+arguments alone. Legend: B slots, N drafts made, room: drafts that fit into the call in all.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from deepinfer_jax.planning.confidence import probabilities, survival
+from deepinfer_jax.planning.plan import distribute, threshold
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Fixed:
+    """The same number for all, or one for each slot: `count` scalar or [B] int32."""
+
+    count: jax.Array
+
+    def lengths(self, confidence: jax.Array, active: jax.Array, room: jax.Array) -> jax.Array:
+        """[B] int32."""
+        return jnp.broadcast_to(self.count, active.shape).astype(jnp.int32)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Threshold:
+    """The leading drafts whose probability of being accepted is at least `tau` (scalar)."""
+
+    tau: jax.Array
+    temperatures: jax.Array
+
+    def lengths(self, confidence: jax.Array, active: jax.Array, room: jax.Array) -> jax.Array:
+        """[B] int32."""
+        return threshold(probabilities(confidence, self.temperatures), self.tau)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Fill:
+    """As many as fit: the drafts that are most likely to survive, of whichever slots (2.5)."""
+
+    temperatures: jax.Array
+
+    def lengths(self, confidence: jax.Array, active: jax.Array, room: jax.Array) -> jax.Array:
+        """[B] int32."""
+        alive = survival(probabilities(confidence, self.temperatures))
+        return distribute(alive, room, active)
