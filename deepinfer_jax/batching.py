@@ -18,19 +18,21 @@ import jax.numpy as jnp
 import numpy as np
 
 from deepinfer_jax import cache as caches
-from deepinfer_jax import sampling, steps
+from deepinfer_jax import rounds, sampling, steps
 from deepinfer_jax.loading import Model
+from deepinfer_jax.planning import policies, probabilities, survival
+from deepinfer_jax.planning.policies import Move, Policy
 from deepinfer_jax.requests import Request, Result, Timing
+from deepinfer_jax.rounds import Round, Running
 from deepinfer_jax.rows import Rows
 from deepinfer_jax.sampling import Sampled, Sampling
-from deepinfer_jax.steps import Running
 from deepinfer_jax.transcript import Transcript
 
 DEFAULT_SLOTS = 8
 PREFILL_ROWS = (32, 256)  # rows of a prefill call
 SHORTEST_CAPACITY = 512  # tokens a slot can hold; longer ones double it
 STOP_IDS = 4  # end tokens a slot can have; more double it
-MOST_STEPS = 16  # decode steps before the host looks again
+MOST_STEPS = 16  # rounds before the host looks again
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,13 +57,18 @@ class _Seat:
     raw: list[float] = dataclasses.field(default_factory=list)
     processed: list[float] = dataclasses.field(default_factory=list)
     kept: list[float] = dataclasses.field(default_factory=list)
+    rounds: int = 0
+    verified: int = 0
+    accepted: int = 0
 
 
 # -- the two device programs -----------------------------------------------------------------------
 
-_STATIC = ("cfg", "numerics", "steps")
-_prefill = jax.jit(steps.prefill, static_argnames=_STATIC[:2], donate_argnames="cache")
-_decode = jax.jit(steps.decode_many, static_argnames=_STATIC, donate_argnames="cache")
+_STATIC = ("cfg", "numerics")
+prefill_program = jax.jit(steps.prefill, static_argnames=_STATIC, donate_argnames="cache")
+decode_program = jax.jit(
+    rounds.decode_many, static_argnames=(*_STATIC, "steps", "size", "rows"), donate_argnames="cache"
+)
 
 
 # -- sizes -----------------------------------------------------------------------------------------
@@ -101,14 +108,22 @@ def _power_of_two(count: int) -> int:
 class Batch:
     """The slots of one run: a cache on the device, seats on the host. `run` drives it."""
 
-    def __init__(self, model: Model, requests: Sequence[Request], slots: int, *, eager: bool):
-        """`eager`: look after 1, 2, 4 ... tokens at first, for a reader who watches."""
+    def __init__(
+        self, model: Model, requests: Sequence[Request], slots: int, *, eager: bool,
+        policy: Policy = policies.OFF,
+    ):  # fmt: skip
+        """`eager`: look after 1, 2, 4 ... rounds at first, for a reader who watches.
+
+        `policy`: how rounds use the drafter; it decides the time and nothing else.
+        """
         self._model = model
         self._waiting = deque(enumerate(requests))
         self._seats: list[_Seat | None] = [None] * slots
         self._stop_ids = _stop_width(requests)
         self._limit = 1 if eager else MOST_STEPS
         self._start = time.perf_counter()
+        self._policy = policy
+        self._memory = policy.start(slots, block(model))
         capacity = capacity_for(requests, model.max_length)
         self._cache = caches.init_cache(model.cfg, model.numerics, slots, capacity)
         self._sampling = _sampling_of(self._seats)
@@ -150,8 +165,8 @@ class Batch:
             part = every[done : done + size]
             done += size
             model = self._model
-            sampled, self._cache = _prefill(
-                model.params, model.tables, _rows(part, size), self._cache, self._sampling,
+            sampled, self._cache = prefill_program(
+                model.params, model.tables, make_rows(part, size), self._cache, self._sampling,
                 model.cfg, model.numerics,
             )  # fmt: skip
             complete = [
@@ -160,13 +175,13 @@ class Batch:
                 if position + 1 == len(self._seat(slot).request.tokens)
             ]
             if complete:
-                emitted = np.zeros((1, len(self._seats)), bool)
+                emitted = np.zeros((1, len(self._seats), 1), bool)
                 emitted[0, complete] = True
-                first = jax.tree.map(lambda x: x[None], jax.device_get(sampled))
+                first = jax.tree.map(lambda x: x[None, :, None], jax.device_get(sampled))
                 yield from self._accept(first, emitted)
 
     def _advance(self) -> Iterator[Update]:
-        """Some decode steps of all seated slots; fewer where a free slot is waited for."""
+        """Some rounds of all seated slots; fewer where a free slot is waited for."""
         seats, model = self._seats, self._model
         running = Running(
             tokens=jnp.array([s.transcript.tokens[-1] if s else 0 for s in seats], jnp.int32),
@@ -174,21 +189,42 @@ class Batch:
             left=jnp.array([_left(s) if s else 0 for s in seats], jnp.int32),
             stops=jnp.array([self._ends(s) for s in seats], jnp.int32),
         )
-        sampled, emitted, _, self._cache = _decode(
+        move = self._policy.move(self._memory, sum(seat is not None for seat in seats))
+        limit = self._limit if move.rounds is None else min(self._limit, move.rounds)
+        made, _, self._cache = decode_program(
             model.params, model.tables, running, self._cache, self._sampling, model.cfg,
-            model.numerics, steps=MOST_STEPS, limit=np.int32(self._limit),
-            leave=np.bool_(bool(self._waiting)),
+            model.numerics, steps=MOST_STEPS, limit=np.int32(limit),
+            leave=np.bool_(bool(self._waiting)), size=move.size, rows=move.rows,
+            schedule=move.schedule,
         )  # fmt: skip
         self._limit = min(2 * self._limit, MOST_STEPS)
-        yield from self._accept(*jax.device_get((sampled, emitted)))
+        made = jax.device_get(made)
+        self._observe(move, made)
+        yield from self._accept(made.sampled, made.emitted)
+
+    def _observe(self, move: Move, made: Round) -> None:
+        """Count what the rounds cost every request, and let the policy see the confidences."""
+        took = made.emitted.any(axis=2)  # [rounds, B]: a slot that takes part emits
+        for slot in np.flatnonzero(took.any(axis=0)).tolist():
+            seat = self._seat(slot)
+            seat.rounds += int(np.count_nonzero(took[:, slot]))
+            seat.verified += int(made.scheduled[:, slot].sum())
+            seat.accepted += int(np.maximum(made.emitted[:, slot].sum(axis=1) - 1, 0).sum())
+        done = np.flatnonzero(took.any(axis=1))
+        alive = np.zeros((len(done), *took.shape[1:], move.size), np.float32)
+        if move.size:
+            heat = np.asarray(self._policy.temperatures[: move.size], np.float32)
+            alive = np.asarray(survival(probabilities(made.confidence[done], heat)))
+            alive = np.where(took[done][..., None], alive, 0)
+        self._memory = self._policy.learn(self._memory, move, alive)
 
     def _accept(self, sampled: Sampled, emitted: np.ndarray) -> Iterator[Update]:
-        """Hand the emitted tokens [steps, B] to their seats; a finished seat is given up."""
-        for slot in np.flatnonzero(emitted.any(axis=0)).tolist():
+        """Hand the emitted tokens [rounds, B, N + 1] to their seats; a finished one is given up."""
+        for slot in np.flatnonzero(emitted.any(axis=(0, 2))).tolist():
             seat, text = self._seat(slot), ""
-            for step in np.flatnonzero(emitted[:, slot]).tolist():
+            for step, place in np.argwhere(emitted[:, slot]).tolist():
                 numbers = [
-                    float(x[step, slot])
+                    float(x[step, slot, place])
                     for x in (sampled.logprob_raw, sampled.logprob_processed, sampled.kept_mass)
                 ]
                 if not all(map(math.isfinite, numbers)):
@@ -197,7 +233,7 @@ class Batch:
                         f"{len(seat.raw)} is not finite (raw {numbers[0]}, processed "
                         f"{numbers[1]}, kept mass {numbers[2]}); are the weights damaged?"
                     )
-                text += seat.transcript.push(int(sampled.token[step, slot]))
+                text += seat.transcript.push(int(sampled.token[step, slot, place]))
                 seat.raw.append(numbers[0])
                 seat.processed.append(numbers[1])
                 seat.kept.append(numbers[2])
@@ -226,6 +262,11 @@ class Batch:
         return time.perf_counter() - self._start
 
 
+def block(model: Model) -> int:
+    """Most drafts of a round; 0 without a drafter."""
+    return model.cfg.dspark_block_size if model.cfg.num_nextn_predict_layers else 0
+
+
 def _left(seat: _Seat) -> int:
     return seat.request.options.max_tokens - len(seat.raw)
 
@@ -235,7 +276,7 @@ def _stop_width(requests: Sequence[Request]) -> int:
     return max(STOP_IDS, _power_of_two(most))
 
 
-def _rows(part: Sequence[tuple[int, int, int]], size: int) -> Rows:
+def make_rows(part: Sequence[tuple[int, int, int]], size: int) -> Rows:
     """Rows of (token, slot, position), padded to `size`."""
     table = np.full((size, 3), (0, -1, 0), np.int32)
     table[: len(part)] = part
@@ -272,5 +313,7 @@ def _result(seat: _Seat, numerics: str, now: float) -> Result:
         prompt_tokens=len(request.tokens),
         seed=request.seed,
         numerics=numerics,
-        timing=Timing(seat.admitted, seat.first_token, now),
+        timing=Timing(
+            seat.admitted, seat.first_token, now, seat.rounds, seat.verified, seat.accepted
+        ),
     )

@@ -9,6 +9,7 @@ from deepinfer_jax import batching
 from deepinfer_jax import prompts as prompting
 from deepinfer_jax.batching import Batch, Update
 from deepinfer_jax.loading import Model
+from deepinfer_jax.planning.policies import OFF, Policy
 from deepinfer_jax.requests import Options, Request, Result
 from deepinfer_jax.text.chat import Effort
 
@@ -28,6 +29,7 @@ def generate(
     thinking: bool = False,
     effort: Effort | None = None,
     batch_size: int | None = None,
+    speculative: Policy = OFF,
 ) -> list[Result]:
     """One reply to each prompt, in order; none to no prompts.
 
@@ -49,6 +51,8 @@ def generate(
       stop_token_ids: ids that end a reply, beside the model's end token.
       thinking, effort: let the model reason first, and for how long (low, high, xhigh or max).
       batch_size: most prompts in work at once; default 8. Changes speed and memory only.
+      speculative: how to use the model's drafter: `planning.Fixed`, `Threshold` or `Planner`; the
+        default is not at all. Changes speed only, no bit of a reply.
 
     Raises:
       TypeError, ValueError: the first prompt or option that cannot be run; nothing was compiled.
@@ -59,7 +63,7 @@ def generate(
         seed=seed, stop=stop, stop_token_ids=stop_token_ids, thinking=thinking, effort=effort,
     )  # fmt: skip
     requests = _requests(model, prompts, options)
-    made = updates(model, requests, batch_size=batch_size)
+    made = updates(model, requests, batch_size=batch_size, speculative=speculative)
     found = {update.index: update.result for update in made if update.result}
     assert len(found) == len(requests), f"{len(found)} results of {len(requests)} requests"
     return [found[index] for index in range(len(requests))]
@@ -79,6 +83,7 @@ def stream(
     stop_token_ids: Sequence[int] = (),
     thinking: bool = False,
     effort: Effort | None = None,
+    speculative: Policy = OFF,
 ) -> Iterator[str]:
     """The reply to one prompt as it comes; its pieces join to the text that `generate` returns.
 
@@ -89,7 +94,8 @@ def stream(
         seed=seed, stop=stop, stop_token_ids=stop_token_ids, thinking=thinking, effort=effort,
     )  # fmt: skip
     requests = _requests(model, [prompt], options)
-    return (u.text for u in updates(model, requests, eager=True) if u.text)
+    made = updates(model, requests, eager=True, speculative=speculative)
+    return (update.text for update in made if update.text)
 
 
 def updates(
@@ -98,17 +104,18 @@ def updates(
     *,
     batch_size: int | None = None,
     eager: bool = False,
+    speculative: Policy = OFF,
 ) -> Iterator[Update]:
     """What happens to requests (see `prompts.make_requests`) as it happens.
 
     Every request ends with an update that carries its result; without requests there is nothing.
-    `eager` is for a reader who watches: the first looks come after 1, 2, 4, 8 tokens instead of
+    `eager` is for a reader who watches: the first looks come after 1, 2, 4, 8 rounds instead of
     after 16 each.
     """
     slots = batching.slots_for(len(requests), batch_size)
     if not requests:
         return iter(())
-    return Batch(model, requests, slots, eager=eager).run()
+    return Batch(model, requests, slots, eager=eager, policy=speculative).run()
 
 
 def _requests(model: Model, prompts: Sequence[Any], options: Options) -> list[Request]:

@@ -103,11 +103,22 @@ class Request:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Timing:
-    """Seconds from the start of the call until the request got a slot, its first and last token."""
+    """When and how a reply was made.
+
+    Attributes:
+      admitted_s, first_token_s, finished_s: seconds from the start of the call until the request
+        got a slot, its first and its last token.
+      rounds: passes of the model that made its tokens after the first.
+      verified: drafts that those verified beside the newest token.
+      accepted: of them, how many are in the reply.
+    """
 
     admitted_s: float
     first_token_s: float
     finished_s: float
+    rounds: int = 0
+    verified: int = 0
+    accepted: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ from deepinfer_jax.cache import Cache
 from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.model import draft, head
 from deepinfer_jax.numerics import Numerics
-from deepinfer_jax.planning import Fixed
+from deepinfer_jax.planning.schedules import Lengths
 from deepinfer_jax.sampling import Sampled, Sampling
 from deepinfer_jax.steps import check_sampling, extend
 from deepinfer_jax.tables import Tables
@@ -308,7 +308,7 @@ def decode_many(
     Returns (Round of [steps, ...], running, cache). Rounds that were not run emit, schedule and
     accept nothing.
     """
-    schedule = Fixed(jnp.int32(size)) if schedule is None else schedule
+    schedule = Lengths(jnp.int32(size)) if schedule is None else schedule
     limit = jnp.int32(steps) if limit is None else limit
     leave = jnp.asarray(False) if leave is None else leave
     started = running.active

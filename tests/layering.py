@@ -38,6 +38,7 @@ ORDER = (
     "transcript",
     "batching",
     "generation",
+    "profiling",
     "engine",
     "rl",
     "parallel",

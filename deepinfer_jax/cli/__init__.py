@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 
 import deepinfer_jax
-from deepinfer_jax.cli import checking, generating, information
+from deepinfer_jax.cli import checking, generating, information, profiling
 from deepinfer_jax.cli.refusal import Refused
 
 FAILED, REFUSED, INTERRUPTED, BROKEN_PIPE = 1, 2, 130, 141
@@ -65,4 +65,5 @@ def _parser() -> argparse.ArgumentParser:
     generating.add_command(commands)
     information.add_command(commands)
     checking.add_command(commands)
+    profiling.add_command(commands)
     return parser

@@ -1,4 +1,4 @@
-"""Where compiled programs are kept between runs of the command."""
+"""Where compiled programs and measured times are kept between runs of the command."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ def use_compilation_cache() -> None:
 
     if jax.config.values["jax_compilation_cache_dir"] is not None:  # $JAX_COMPILATION_CACHE_DIR
         return
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    folder = Path(base) / "deepinfer-jax" / _processor()
+    folder = cache_folder() / _processor()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         first = not any(folder.iterdir())
@@ -31,6 +30,12 @@ def use_compilation_cache() -> None:
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     if first:
         print(f"compiling for the first time, about a minute; kept in {folder}", file=sys.stderr)
+
+
+def cache_folder() -> Path:
+    """The project's folder in the user's cache; it need not exist."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "deepinfer-jax"
 
 
 def _processor() -> str:

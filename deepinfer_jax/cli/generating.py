@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+from deepinfer_jax.cli import profiling
 from deepinfer_jax.cli.compiled import use_compilation_cache
 from deepinfer_jax.cli.device import require_device
 from deepinfer_jax.cli.progress import Progress
@@ -21,6 +22,7 @@ from deepinfer_jax.cli.refusal import Refused
 if TYPE_CHECKING:
     from deepinfer_jax.cli.records import Lines
     from deepinfer_jax.loading import Model
+    from deepinfer_jax.planning.policies import Policy
     from deepinfer_jax.requests import Options, Request
 
 _DESCRIPTION = """\
@@ -72,6 +74,7 @@ def add_command(commands: Any) -> None:
         "wait for an earlier one are written when the run ends, also by Ctrl-C",
     )
     add("--batch-size", type=int, metavar="N", help="most prompts in work at once, default 8")
+    profiling.add_option(add)
 
 
 def _add_options(add: Any) -> None:
@@ -101,6 +104,7 @@ def run(args: argparse.Namespace) -> int:
     from deepinfer_jax.cli import records
 
     _check_files(args)
+    profiling.check_option(args.speculative)
     prompts, places = _prompts(args)
     try:
         requests = _requests(args, prompts, places)
@@ -117,17 +121,19 @@ def run(args: argparse.Namespace) -> int:
         use_compilation_cache()
         try:
             model = loading.load(args.model, max_length=args.max_length)
+            policy = profiling.policy_of(args.speculative, model)
+            policy.start(batching.slots_for(len(requests), args.batch_size), batching.block(model))
         except (ValueError, OSError) as error:
             raise Refused(str(error)) from None
         if path:
             records.check_numerics(path, skip, model.numerics.fingerprint())
         if len(args.prompt) == 1 and not skip:
             lines = records.Lines(out, asked, in_order=False, indices=[0]) if out else None
-            _stream(model, requests[0], lines)
+            _stream(model, requests[0], lines, policy)
         else:
             indices = [i for i, request in enumerate(requests) if str(request.id) not in skip]
             lines = records.Lines(out or sys.stdout, asked, in_order=args.in_order, indices=indices)
-            _many(args, model, requests, indices, lines)
+            _many(args, model, requests, indices, lines, policy)
     finally:
         if out is not None:
             out.close()
@@ -198,13 +204,13 @@ def _options(args: argparse.Namespace) -> Options:
     return Options(**{name: value for name, value in given.items() if value is not None})
 
 
-def _stream(model: Model, request: Request, lines: Lines | None) -> None:
+def _stream(model: Model, request: Request, lines: Lines | None, policy: Policy) -> None:
     """One reply to the terminal as it comes, and its line to `lines` if there are any."""
     from deepinfer_jax import generation
 
     # Characters that the terminal's encoding lacks are escaped.
     _reconfigure(sys.stdout, errors="backslashreplace")
-    for update in generation.updates(model, [request], eager=True):
+    for update in generation.updates(model, [request], eager=True, speculative=policy):
         sys.stdout.write(update.text)
         sys.stdout.flush()
         if update.result and lines is not None:
@@ -218,6 +224,7 @@ def _many(
     requests: Sequence[Request],
     indices: Sequence[int],
     lines: Lines,
+    policy: Policy,
 ) -> None:
     """A line for every request of these `indices`, with progress on a terminal."""
     from deepinfer_jax import generation
@@ -231,7 +238,8 @@ def _many(
     due = [requests[i] for i in indices]
     progress.show(0, 0)
     try:
-        for update in generation.updates(model, due, batch_size=args.batch_size):
+        made = generation.updates(model, due, batch_size=args.batch_size, speculative=policy)
+        for update in made:
             tokens[update.index] = update.tokens
             if update.result:
                 done += 1

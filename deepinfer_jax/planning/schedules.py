@@ -12,13 +12,14 @@ import jax
 import jax.numpy as jnp
 
 from deepinfer_jax.planning.confidence import probabilities, survival
-from deepinfer_jax.planning.plan import distribute, threshold
+from deepinfer_jax.planning.plan import distribute
+from deepinfer_jax.planning.threshold import threshold
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Fixed:
-    """The same number for all, or one for each slot: `count` scalar or [B] int32."""
+class Lengths:
+    """A given number, for all or for each slot: `count` scalar or [B] int32."""
 
     count: jax.Array
 
@@ -29,7 +30,7 @@ class Fixed:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Threshold:
+class Confident:
     """The leading drafts whose probability of being accepted is at least `tau` (scalar)."""
 
     tau: jax.Array
@@ -43,7 +44,7 @@ class Threshold:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Fill:
-    """As many as fit: the drafts that are most likely to survive, of whichever slots (2.5)."""
+    """As many as fit: those most likely to survive, of whichever slots (engine spec 2.5)."""
 
     temperatures: jax.Array
 

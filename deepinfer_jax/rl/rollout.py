@@ -15,7 +15,7 @@ from deepinfer_jax import rows as row_sets
 from deepinfer_jax.cache import Cache
 from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.numerics import Numerics
-from deepinfer_jax.planning import Fixed
+from deepinfer_jax.planning.schedules import Lengths
 from deepinfer_jax.rounds import Running
 from deepinfer_jax.sampling import Sampled, Sampling
 from deepinfer_jax.tables import Tables
@@ -91,7 +91,7 @@ def rollout(
         wanted = scheduled[out.rounds % scheduled.shape[0]]
         place = cache.lengths + 1
         made, running, cache = rounds.speculate(
-            params, tables, running, cache, sampling, Fixed(wanted), cfg, numerics, size=size
+            params, tables, running, cache, sampling, Lengths(wanted), cfg, numerics, size=size
         )
         return _record(out, made.sampled, place, made.emitted), running, cache
 

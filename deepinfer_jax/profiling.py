@@ -1,0 +1,139 @@
+"""How long a round takes on this device, by the rows of its verification: the planner's data."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import jaxlib
+import numpy as np
+
+from deepinfer_jax import batching, rounds, sampling
+from deepinfer_jax import cache as caches
+from deepinfer_jax.cache import Cache
+from deepinfer_jax.config import ModelConfig
+from deepinfer_jax.loading import Model
+from deepinfer_jax.planning.cost_table import CostTable, Curve
+from deepinfer_jax.planning.schedules import Fill, Lengths
+
+REPEATS = 5
+PROMPT = 32  # tokens that stand in every slot before the first round
+
+
+def model_fingerprint(cfg: ModelConfig) -> str:
+    """Twelve hex digits naming the shapes of a model: what its speed depends on."""
+    return hashlib.sha256(repr(cfg).encode()).hexdigest()[:12]
+
+
+def hardware() -> str:
+    """The device that programs run on, in words; for a CPU the processor and the usable cores."""
+    devices = jax.devices()
+    if devices[0].platform != "cpu":
+        return f"{len(devices)} x {devices[0].device_kind}"
+    return f"{_processor()}, {len(os.sched_getaffinity(0))} cores"
+
+
+def _processor() -> str:
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    except OSError:  # not Linux
+        return platform.processor() or platform.machine()
+    names = [line.partition(":")[2] for line in text.splitlines() if line.startswith("model name")]
+    return names[0].strip() if names else platform.machine()
+
+
+def row_sizes(slots: int, block: int) -> tuple[int, ...]:
+    """The verification sizes worth a program: one row a slot up to the whole block of each.
+
+    Every size for a single slot; else 1, 2, 3, 4 rows and the block + 1 of each slot.
+    """
+    each = range(1, block + 2) if slots == 1 else sorted({*range(1, min(block, 3) + 2), block + 1})
+    return tuple(slots * n for n in each)
+
+
+def measure(
+    model: Model, slots: Sequence[int], note: Callable[[str], None] = lambda text: None
+) -> CostTable:
+    """Compile and time the rounds of every number of slots. `note` hears what is going on.
+
+    Raises ValueError for a model without drafter or numbers of slots that are none.
+    """
+    if not model.cfg.num_nextn_predict_layers:
+        raise ValueError("this model has no draft layers: there is nothing to plan")
+    wanted = sorted(set(slots))
+    if not wanted or any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in wanted):
+        raise ValueError(f"slots must be integers of at least 1, got {list(slots)}")
+    return CostTable(
+        model=model_fingerprint(model.cfg),
+        hardware=hardware(),
+        numerics=model.numerics.fingerprint(),
+        jax=jax.__version__,
+        jaxlib=jaxlib.__version__,
+        curves=tuple(_curve(model, count, note) for count in wanted),
+    )
+
+
+def _curve(model: Model, slots: int, note: Callable[[str], None]) -> Curve:
+    cache = _filled(model, slots)
+    block = model.cfg.dspark_block_size
+    plain = _round_ms(model, cache, 0, slots)
+    note(f"{slots} slots: {plain:.2f} ms without drafts")
+    rows, times = row_sizes(slots, block), []
+    for count in rows:
+        times.append(_round_ms(model, cache, block, count))
+        note(f"{slots} slots: {times[-1]:.2f} ms with {block} drafts, {count} rows verified")
+    return Curve(slots, rows, tuple(times), plain)
+
+
+def _filled(model: Model, slots: int) -> Cache:
+    """A cache as the engine makes it, with a prompt of random tokens in every slot."""
+    rng = np.random.default_rng(0)
+    cache = caches.init_cache(model.cfg, model.numerics, slots, batching.SHORTEST_CAPACITY)
+    size, options = batching.PREFILL_ROWS[-1], _options(slots)
+    every = [
+        (int(rng.integers(model.cfg.vocab_size)), slot, position)
+        for slot in range(slots)
+        for position in range(PROMPT)
+    ]
+    for start in range(0, len(every), size):
+        rows = batching.make_rows(every[start : start + size], size)
+        _, cache = batching.prefill_program(
+            model.params, model.tables, rows, cache, options, model.cfg, model.numerics
+        )
+    return cache
+
+
+def _options(slots: int) -> sampling.Sampling:
+    return jax.device_put(sampling.make_sampling(slots, 1.0, seeds=range(slots)))
+
+
+def _round_ms(model: Model, cache: Cache, size: int, rows: int) -> float:
+    """Milliseconds of one round of the engine's own program, the median of several calls."""
+    slots, steps = cache.slots, batching.MOST_STEPS
+    block = max(model.cfg.dspark_block_size, 1)
+    running = rounds.Running(
+        tokens=jnp.zeros((slots,), jnp.int32),
+        active=jnp.ones((slots,), bool),
+        left=jnp.full((slots,), 2**30, jnp.int32),
+        stops=jnp.full((slots, batching.STOP_IDS), -1, jnp.int32),
+    )
+    schedule = Fill(np.ones(block, np.float32)) if size else Lengths(np.int32(0))
+    options, samples = _options(slots), []
+    for _ in range(REPEATS + 1):
+        own = jax.block_until_ready(jax.tree.map(jnp.copy, cache))
+        start = time.perf_counter()
+        made = batching.decode_program(
+            model.params, model.tables, running, own, options, model.cfg, model.numerics,
+            steps=steps, limit=np.int32(steps), leave=np.bool_(False), size=size, rows=rows,
+            schedule=schedule,
+        )  # fmt: skip
+        jax.block_until_ready(made)
+        samples.append(1e3 * (time.perf_counter() - start) / steps)
+    return statistics.median(samples[1:])
