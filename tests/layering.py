@@ -27,6 +27,7 @@ ORDER = (
     "info",
     "model",
     "sampling",
+    "planning",
     "steps",
     "text",
     "loading",
