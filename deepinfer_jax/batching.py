@@ -67,7 +67,9 @@ class _Seat:
 _STATIC = ("cfg", "numerics")
 prefill_program = jax.jit(steps.prefill, static_argnames=_STATIC, donate_argnames="cache")
 decode_program = jax.jit(
-    rounds.decode_many, static_argnames=(*_STATIC, "steps", "size", "rows"), donate_argnames="cache"
+    rounds.decode_many,
+    static_argnames=(*_STATIC, "steps", "size", "rows", "mode"),
+    donate_argnames="cache",
 )
 
 
@@ -195,7 +197,7 @@ class Batch:
             model.params, model.tables, running, self._cache, self._sampling, model.cfg,
             model.numerics, steps=MOST_STEPS, limit=np.int32(limit),
             leave=np.bool_(bool(self._waiting)), size=move.size, rows=move.rows,
-            schedule=move.schedule,
+            schedule=move.schedule, mode=move.mode,
         )  # fmt: skip
         self._limit = min(2 * self._limit, MOST_STEPS)
         made = jax.device_get(made)
@@ -208,12 +210,12 @@ class Batch:
         for slot in np.flatnonzero(took.any(axis=0)).tolist():
             seat = self._seat(slot)
             seat.rounds += int(np.count_nonzero(took[:, slot]))
-            seat.verified += int(made.scheduled[:, slot].sum())
-            seat.accepted += int(np.maximum(made.emitted[:, slot].sum(axis=1) - 1, 0).sum())
+            seat.verified += int(made.scheduled[:, slot].sum(dtype=np.int64))
+            seat.accepted += int(np.count_nonzero(made.emitted[:, slot, 1:]))
         done = np.flatnonzero(took.any(axis=1))
         alive = np.zeros((len(done), *took.shape[1:], move.size), np.float32)
         if move.size:
-            heat = np.asarray(self._policy.temperatures[: move.size], np.float32)
+            heat = np.array(self._policy.temperatures[: move.size], np.float32)
             alive = np.asarray(survival(probabilities(made.confidence[done], heat)))
             alive = np.where(took[done][..., None], alive, 0)
         self._memory = self._policy.learn(self._memory, move, alive)

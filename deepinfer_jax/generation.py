@@ -31,7 +31,7 @@ def generate(
     batch_size: int | None = None,
     speculative: Policy = OFF,
 ) -> list[Result]:
-    """One reply to each prompt, in order; none to no prompts.
+    """One reply to each prompt, in order.
 
     A prompt is a string (one user message), a list of messages, a list of token ids, or a mapping
     with one of these as `prompt`, `messages` or `tokens` and any of its own `id`, `tools`, `schema`
@@ -39,20 +39,18 @@ def generate(
 
     A reply depends on the model, its own prompt and options and its noise seed, bit for bit: not on
     the other prompts, `batch_size` or padding. The noise seed is derived from `seed` and the
-    prompt's id, which is its index unless it has one (give it one where the order may change); a
-    `seed` of its own is used as it is.
+    prompt's id, by default its index (give it one where the order may change); a `seed` of its own
+    is used as it is.
 
     Args:
       model: from `load`.
       max_tokens: most tokens of a reply. Prompt and reply together must fit `model.max_length`.
       temperature: 0 takes the most probable token, lowest id on ties.
       top_p, top_k, min_p: truncation; 1.0, -1 and 0.0 keep everything.
-      stop: strings that end a reply; the text ends before the first of them.
-      stop_token_ids: ids that end a reply, beside the model's end token.
+      stop: strings that end a reply, before them; stop_token_ids: ids, beside the end token.
       thinking, effort: let the model reason first, and for how long (low, high, xhigh or max).
       batch_size: most prompts in work at once; default 8. Changes speed and memory only.
-      speculative: how to use the model's drafter: `planning.Fixed`, `Threshold` or `Planner`; the
-        default is not at all. Changes speed only, no bit of a reply.
+      speculative: use of the model's drafter, from `planning`; default none. Changes speed only.
 
     Raises:
       TypeError, ValueError: the first prompt or option that cannot be run; nothing was compiled.
@@ -65,7 +63,7 @@ def generate(
     requests = _requests(model, prompts, options)
     made = updates(model, requests, batch_size=batch_size, speculative=speculative)
     found = {update.index: update.result for update in made if update.result}
-    assert len(found) == len(requests), f"{len(found)} results of {len(requests)} requests"
+    assert len(found) == len(requests)
     return [found[index] for index in range(len(requests))]
 
 

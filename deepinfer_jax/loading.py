@@ -16,6 +16,7 @@ from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.model import engram
 from deepinfer_jax.numerics import Numerics, rows_for, startup
 from deepinfer_jax.params import Params, decode, decoded_bytes
+from deepinfer_jax.planning.calibration import TEMPERATURES_FILE, load_temperatures
 from deepinfer_jax.tables import Tables, make_tables
 from deepinfer_jax.text import Tokenizer
 from deepinfer_jax.text.engram_map import MAP_FILE, TOKENIZER_FILE
@@ -37,6 +38,8 @@ class Model:
       params: the weights, a tree as `params.abstract(cfg)` describes it.
       tables: rotation tables for `max_length` positions, and the Engram token map.
       tokenizer: ids of text and text of ids.
+      confidence_temperatures: calibration of the drafter's confidence head, one per draft; ones
+        where the folder has none. They decide what is verified, never what is said.
     """
 
     name: str
@@ -45,6 +48,7 @@ class Model:
     params: Params = dataclasses.field(repr=False)
     tables: Tables = dataclasses.field(repr=False)
     tokenizer: Tokenizer = dataclasses.field(repr=False)
+    confidence_temperatures: tuple[float, ...] = dataclasses.field(repr=False, default=())
 
     @property
     def max_length(self) -> int:
@@ -96,7 +100,18 @@ def load(
         params=_in_memory(checkpoint.load_params(folder, cfg), cfg, weights),
         tables=tables,
         tokenizer=tokenizer,
+        confidence_temperatures=_temperatures(folder, cfg),
     )
+
+
+def _temperatures(folder: Path, cfg: ModelConfig) -> tuple[float, ...]:
+    """Of the file that `planning.save_temperatures` writes, if the folder has one."""
+    if not cfg.num_nextn_predict_layers:
+        return ()
+    path = folder / TEMPERATURES_FILE
+    if not path.exists():
+        return (1.0,) * cfg.dspark_block_size
+    return load_temperatures(path, cfg.dspark_block_size)
 
 
 def surroundings() -> startup.Surroundings:

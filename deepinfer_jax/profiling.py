@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.metadata
 import os
 import platform
 import statistics
@@ -12,7 +13,6 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import jaxlib
 import numpy as np
 
 from deepinfer_jax import batching, rounds, sampling
@@ -75,7 +75,7 @@ def measure(
         hardware=hardware(),
         numerics=model.numerics.fingerprint(),
         jax=jax.__version__,
-        jaxlib=jaxlib.__version__,
+        jaxlib=importlib.metadata.version("jaxlib"),
         curves=tuple(_curve(model, count, note) for count in wanted),
     )
 
@@ -132,7 +132,7 @@ def _round_ms(model: Model, cache: Cache, size: int, rows: int) -> float:
         made = batching.decode_program(
             model.params, model.tables, running, own, options, model.cfg, model.numerics,
             steps=steps, limit=np.int32(steps), leave=np.bool_(False), size=size, rows=rows,
-            schedule=schedule,
+            schedule=schedule, mode="coupled",
         )  # fmt: skip
         jax.block_until_ready(made)
         samples.append(1e3 * (time.perf_counter() - start) / steps)

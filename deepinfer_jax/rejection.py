@@ -46,7 +46,7 @@ def accepts(target: Array, proposal: Array, token: Array, uniform: Array) -> jax
     """[T] bool: uniform [T] in [0, 1) is below min(1, p / q) of the draft `token` [T]."""
     p = jnp.take_along_axis(target, token[..., None], axis=-1)[..., 0]
     q = jnp.take_along_axis(proposal, token[..., None], axis=-1)[..., 0]
-    return uniform < jnp.exp(jnp.minimum(p - q, 0))
+    return jnp.less(uniform, jnp.exp(jnp.minimum(p - q, 0)))
 
 
 def sample(

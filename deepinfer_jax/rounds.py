@@ -10,7 +10,7 @@ a round and nothing else (engine spec 1.7). All functions are pure and can be ji
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -23,12 +23,11 @@ from deepinfer_jax.cache import Cache
 from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.model import draft, head
 from deepinfer_jax.numerics import Numerics
+from deepinfer_jax.planning.policies import Mode
 from deepinfer_jax.planning.schedules import Lengths
 from deepinfer_jax.sampling import Sampled, Sampling
 from deepinfer_jax.steps import check_sampling, extend
 from deepinfer_jax.tables import Tables
-
-Mode = Literal["coupled", "rejection"]
 
 
 class Schedule(Protocol):
@@ -242,10 +241,13 @@ def speculate(
         raise ValueError(f'mode must be "coupled" or "rejection", got {mode!r}')
     b = cache.slots
     rows = b * (size + 1) if rows is None else rows
+    _check_rows(cache, cfg, size, rows)
     drafts, confidence = jnp.zeros((b, 0), jnp.int32), jnp.zeros((b, 0), jnp.float32)
     scheduled, logits = jnp.zeros((b,), jnp.int32), None
     if size:
-        made = propose(params, tables, running, cache, sampling, cfg, numerics, size=size, mode=mode)
+        made = propose(
+            params, tables, running, cache, sampling, cfg, numerics, size=size, mode=mode
+        )
         drafts, confidence = made.tokens, made.confidence
         logits = made.logits if mode == "rejection" else None
         wanted = schedule.lengths(confidence, running.active, _room(running.active, rows))

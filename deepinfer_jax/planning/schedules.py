@@ -10,10 +10,13 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from deepinfer_jax.planning.confidence import probabilities, survival
 from deepinfer_jax.planning.plan import distribute
 from deepinfer_jax.planning.threshold import threshold
+
+Array = jax.Array | np.ndarray | np.number
 
 
 @jax.tree_util.register_dataclass
@@ -21,11 +24,11 @@ from deepinfer_jax.planning.threshold import threshold
 class Lengths:
     """A given number, for all or for each slot: `count` scalar or [B] int32."""
 
-    count: jax.Array
+    count: Array
 
     def lengths(self, confidence: jax.Array, active: jax.Array, room: jax.Array) -> jax.Array:
         """[B] int32."""
-        return jnp.broadcast_to(self.count, active.shape).astype(jnp.int32)
+        return jnp.broadcast_to(jnp.asarray(self.count), active.shape).astype(jnp.int32)
 
 
 @jax.tree_util.register_dataclass
@@ -33,12 +36,14 @@ class Lengths:
 class Confident:
     """The leading drafts whose probability of being accepted is at least `tau` (scalar)."""
 
-    tau: jax.Array
-    temperatures: jax.Array
+    tau: Array
+    temperatures: Array
 
     def lengths(self, confidence: jax.Array, active: jax.Array, room: jax.Array) -> jax.Array:
         """[B] int32."""
-        return threshold(probabilities(confidence, self.temperatures), self.tau)
+        return threshold(
+            probabilities(confidence, jnp.asarray(self.temperatures)), jnp.asarray(self.tau)
+        )
 
 
 @jax.tree_util.register_dataclass
@@ -46,9 +51,9 @@ class Confident:
 class Fill:
     """As many as fit: those most likely to survive, of whichever slots (engine spec 2.5)."""
 
-    temperatures: jax.Array
+    temperatures: Array
 
     def lengths(self, confidence: jax.Array, active: jax.Array, room: jax.Array) -> jax.Array:
         """[B] int32."""
-        alive = survival(probabilities(confidence, self.temperatures))
+        alive = survival(probabilities(confidence, jnp.asarray(self.temperatures)))
         return distribute(alive, room, active)

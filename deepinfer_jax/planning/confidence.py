@@ -1,0 +1,45 @@
+"""From the confidence head's logits to survivals. Legend: D drafts, any leading dimensions."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+Array = jax.Array | np.ndarray
+
+# Beyond +-60 a float32 sigmoid is 0 or 1; the floor of a temperature keeps a quotient finite.
+LOGIT_LIMIT = 60.0
+LOWEST_TEMPERATURE = 1e-5
+
+
+def probabilities(logits: Array, temperatures: Array) -> jax.Array:
+    """Probability that a draft is accepted, given that all before it were: float32 [..., D].
+
+    Args:
+        logits: [..., D] of the confidence head, any float type.
+        temperatures: [D], one per draft (`fit_temperatures`); ones leave the head as trained.
+    """
+    z = jnp.asarray(logits, jnp.float32)
+    heat = jnp.maximum(jnp.asarray(temperatures, jnp.float32), LOWEST_TEMPERATURE)
+    if heat.shape != z.shape[-1:]:
+        raise ValueError(
+            f"temperatures needs one entry per draft: expected shape {z.shape[-1:]} for logits of "
+            f"shape {z.shape}, got {heat.shape}"
+        )
+    z = z / jnp.broadcast_to(heat, z.shape)
+    return jax.nn.sigmoid(jnp.clip(z, -LOGIT_LIMIT, LOGIT_LIMIT))
+
+
+def survival(probabilities: Array) -> jax.Array:
+    """Probability that a draft and all before it are accepted: [..., D] float32, falling along D.
+
+    A product in float32 from left to right (engine spec 2.5): a host that multiplies in this order
+    has the same bits, and so the same plan.
+    """
+    p = jnp.asarray(probabilities, jnp.float32)
+    running, columns = None, []
+    for draft in range(p.shape[-1]):
+        running = p[..., draft] if running is None else running * p[..., draft]
+        columns.append(running)
+    return jnp.stack(columns, axis=-1) if columns else p
