@@ -62,9 +62,13 @@ def generate(
     )  # fmt: skip
     requests = _requests(model, prompts, options)
     made = updates(model, requests, batch_size=batch_size, speculative=speculative)
+    return _results(made, len(requests))
+
+
+def _results(made: Iterator[Update], count: int) -> list[Result]:
     found = {update.index: update.result for update in made if update.result}
-    assert len(found) == len(requests)
-    return [found[index] for index in range(len(requests))]
+    assert len(found) == count, f"{len(found)} results of {count} requests"
+    return [found[index] for index in range(count)]
 
 
 def stream(
