@@ -9,7 +9,9 @@ import platform
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -37,7 +39,14 @@ def hardware() -> str:
     devices = jax.devices()
     if devices[0].platform != "cpu":
         return f"{len(devices)} x {devices[0].device_kind}"
-    return f"{_processor()}, {len(os.sched_getaffinity(0))} cores"
+    return f"{_processor()}, {_cores()} cores"
+
+
+def _cores() -> int:
+    """Processor cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1  # not Linux
 
 
 def _processor() -> str:
@@ -83,13 +92,17 @@ def measure(
 def _curve(model: Model, slots: int, note: Callable[[str], None]) -> Curve:
     cache = _filled(model, slots)
     block = model.cfg.dspark_block_size
-    plain = _round_ms(model, cache, 0, slots)
-    note(f"{slots} slots: {plain:.2f} ms without drafts")
-    rows, times = row_sizes(slots, block), []
-    for count in rows:
-        times.append(_round_ms(model, cache, block, count))
-        note(f"{slots} slots: {times[-1]:.2f} ms with {block} drafts, {count} rows verified")
-    return Curve(slots, rows, tuple(times), plain)
+    rows = row_sizes(slots, block)
+    note(f"{slots} slots: compiling {1 + len(rows)} programs")
+    every = [(0, slots), *((block, count) for count in rows)]
+    with ThreadPoolExecutor(_cores()) as pool:
+        compiled = list(pool.map(lambda sizes: _compiled(model, cache, *sizes), every))
+    times = []
+    for (size, count), program in zip(every, compiled, strict=True):
+        times.append(_round_ms(model, cache, program, size))
+        what = f"with {size} drafts, {count} rows verified" if size else "without drafts"
+        note(f"{slots} slots: {times[-1]:.2f} ms {what}")
+    return Curve(slots, rows, tuple(times[1:]), times[0])
 
 
 def _filled(model: Model, slots: int) -> Cache:
@@ -114,10 +127,9 @@ def _options(slots: int) -> sampling.Sampling:
     return jax.device_put(sampling.make_sampling(slots, 1.0, seeds=range(slots)))
 
 
-def _round_ms(model: Model, cache: Cache, size: int, rows: int) -> float:
-    """Milliseconds of one round of the engine's own program, the median of several calls."""
-    slots, steps = cache.slots, batching.MOST_STEPS
-    block = max(model.cfg.dspark_block_size, 1)
+def _arguments(model: Model, cache: Cache, size: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """What the engine calls its program with, statics left out."""
+    slots, block = cache.slots, model.cfg.dspark_block_size
     running = rounds.Running(
         tokens=jnp.zeros((slots,), jnp.int32),
         active=jnp.ones((slots,), bool),
@@ -125,15 +137,29 @@ def _round_ms(model: Model, cache: Cache, size: int, rows: int) -> float:
         stops=jnp.full((slots, batching.STOP_IDS), -1, jnp.int32),
     )
     schedule = Fill(np.ones(block, np.float32)) if size else Lengths(np.int32(0))
-    options, samples = _options(slots), []
+    more = {
+        "limit": np.int32(batching.MOST_STEPS), "leave": np.bool_(False), "schedule": schedule,
+    }  # fmt: skip
+    return (model.params, model.tables, running, cache, _options(slots)), more
+
+
+def _compiled(model: Model, cache: Cache, size: int, rows: int) -> Callable[..., Any]:
+    """The engine's own program of these sizes."""
+    given, more = _arguments(model, cache, size)
+    lowered = batching.decode_program.lower(
+        *given, model.cfg, model.numerics, steps=batching.MOST_STEPS, size=size, rows=rows,
+        mode="coupled", **more,
+    )  # fmt: skip
+    return lowered.compile()
+
+
+def _round_ms(model: Model, cache: Cache, program: Callable[..., Any], size: int) -> float:
+    """Milliseconds of one round, the median of several calls."""
+    samples = []
     for _ in range(REPEATS + 1):
         own = jax.block_until_ready(jax.tree.map(jnp.copy, cache))
+        given, more = _arguments(model, own, size)
         start = time.perf_counter()
-        made = batching.decode_program(
-            model.params, model.tables, running, own, options, model.cfg, model.numerics,
-            steps=steps, limit=np.int32(steps), leave=np.bool_(False), size=size, rows=rows,
-            schedule=schedule, mode="coupled",
-        )  # fmt: skip
-        jax.block_until_ready(made)
-        samples.append(1e3 * (time.perf_counter() - start) / steps)
+        jax.block_until_ready(program(*given, **more))
+        samples.append(1e3 * (time.perf_counter() - start) / batching.MOST_STEPS)
     return statistics.median(samples[1:])
