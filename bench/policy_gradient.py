@@ -1,9 +1,9 @@
 """Do sampler and trainer agree in every bit while a policy learns?
 
-A small policy-gradient loop on the shipped model: groups of replies to addition problems, reward 1
-for a right answer, advantages within the group, Adam. Every step samples with the weights of that
-step (with and without drafts in turns) and differentiates the log-probs of the same tokens; the
-largest |trainer - sampler| of raw and processed log-probs must be exactly 0. Exit status 1
+A small policy-gradient loop on the shipped model: groups of replies to held-out sorting problems,
+reward 1 for a right answer, advantages within the group, Adam. Every step samples with the weights
+of that step (with and without drafts in turns) and differentiates the log-probs of the same tokens;
+the largest |trainer - sampler| of raw and processed log-probs must be exactly 0. Exit status 1
 otherwise.
 
     python bench/policy_gradient.py --machine cpu2
@@ -27,8 +27,9 @@ from environment import machine, versions, write_result
 import deepinfer_jax as di
 from deepinfer_jax import params as parameters
 from deepinfer_jax import rl
-from deepinfer_jax.prompts import make_requests
-from deepinfer_jax.requests import Options
+from deepinfer_jax.training import corpus, dataset, evaluate
+
+WIDTH = 80  # tokens of a prompt at most
 
 _rollout = jax.jit(rl.rollout, static_argnames=("cfg", "numerics", "new", "size"))
 _gradient = jax.jit(rl.policy_gradient, static_argnames=("cfg", "numerics", "remat"))
@@ -36,35 +37,32 @@ _gradient = jax.jit(rl.policy_gradient, static_argnames=("cfg", "numerics", "rem
 
 @dataclasses.dataclass(frozen=True)
 class Problems:
-    """tokens [B, P] of the prompts, lengths [B], the right answers; groups of equal prompts."""
+    """tokens [B, P] of the prompts, lengths [B], and their examples; groups of equal prompts."""
 
     tokens: np.ndarray
     lengths: np.ndarray
-    answers: list[str]
+    examples: list[corpus.Example]
 
 
-def problems(model: di.Model, step: int, groups: int, members: int) -> Problems:
-    """Additions of two-digit numbers; answered at once, without steps, some come out right."""
-    rng = np.random.default_rng(step)
-    sums = [rng.integers(10, 100, 2).tolist() for _ in range(groups)]
-    texts = [f"What is {a} + {b}?" for a, b in sums for _ in range(members)]
-    requests = make_requests(texts, Options(), model.tokenizer, model.cfg, model.max_length)
-    lengths = np.array([len(request.tokens) for request in requests], np.int32)
-    tokens = np.zeros((len(requests), 48), np.int32)
-    for row, request in zip(tokens, requests, strict=True):
-        row[: len(request.tokens)] = request.tokens
-    return Problems(tokens, lengths, [str(sum(each)) for each in sums for _ in range(members)])
+def problems(step: int, groups: int, members: int) -> Problems:
+    """Sorting problems that training held out; sampled at temperature 1, many come out wrong."""
+    drawn = corpus.heldout("sort", groups, seed=1000 + step)
+    examples = [example for example in drawn for _ in range(members)]
+    prompts = [corpus.render(example, dataset.load_tokenizer())[0] for example in examples]
+    tokens = np.zeros((len(prompts), WIDTH), np.int32)
+    for row, prompt in zip(tokens, prompts, strict=True):
+        row[: len(prompt)] = prompt
+    return Problems(tokens, np.array([len(prompt) for prompt in prompts], np.int32), examples)
 
 
-def rewards(model: di.Model, made: rl.Rollout, asked: Problems) -> np.ndarray:
-    """1 where the reply holds the right number, else 0."""
-    found = []
-    for row, start, stop, answer in zip(
-        made.tokens, asked.lengths, made.lengths, asked.answers, strict=True
-    ):
-        text = model.tokenizer.decode(row[start:stop].tolist())
-        found.append(float(answer in text.replace(".", " ").split()))
-    return np.array(found, np.float32)
+def rewards(made: rl.Rollout, asked: Problems) -> np.ndarray:
+    """1 where the example's own check accepts the reply, else 0."""
+    rows = zip(made.tokens, asked.lengths, made.lengths, asked.examples, strict=True)
+    replies = [
+        evaluate.Reply(example, [], row[start:stop].tolist(), 0)
+        for row, start, stop, example in rows
+    ]
+    return np.array([evaluate.is_right(reply) for reply in replies], np.float32)
 
 
 def main() -> int:
@@ -73,7 +71,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--groups", type=int, default=4, help="prompts of a step")
     parser.add_argument("--members", type=int, default=8, help="replies to each prompt")
-    parser.add_argument("--new", type=int, default=64, help="most tokens of a reply")
+    parser.add_argument("--new", type=int, default=96, help="most tokens of a reply")
     parser.add_argument("--rate", type=float, default=3e-5)
     parser.add_argument("--out", type=Path, help="folder of the result, default bench/results")
     given = parser.parse_args()
@@ -85,7 +83,7 @@ def main() -> int:
     count, log = given.groups * given.members, []
     for step in range(given.steps):
         start = time.perf_counter()
-        asked = problems(model, step, given.groups, given.members)
+        asked = problems(step, given.groups, given.members)
         seeds = [1_000_000 * step + member for member in range(count)]
         sampling = di.make_sampling(count, 1.0, 0.95, seeds=seeds)
         size = model.cfg.dspark_block_size * (step % 2)
@@ -93,7 +91,7 @@ def main() -> int:
             weights, model.tables, asked.tokens, asked.lengths, sampling, stops, model.cfg,
             model.numerics, new=given.new, size=size,
         ))  # fmt: skip
-        reward = rewards(model, made, asked)
+        reward = rewards(made, asked)
         grouped = reward.reshape(given.groups, given.members)
         advantage = (grouped - grouped.mean(axis=1, keepdims=True)).reshape(-1)
         slope, seen = _gradient(
@@ -119,6 +117,7 @@ def main() -> int:
             "largest_raw_difference": max(each["raw_difference"] for each in log),
             "largest_processed_difference": max(each["processed_difference"] for each in log),
             "largest_kl": max(each["kl"] for each in log),
+            "rewards": [each["reward"] for each in log],
             "tokens": sum(each["tokens"] for each in log),
         },
     }, given.out)  # fmt: skip

@@ -1,5 +1,6 @@
 """Switches of the whole suite; they are set before any test touches a JAX device."""
 
+import collections
 import shutil
 import tempfile
 from pathlib import Path
@@ -66,6 +67,13 @@ def pytest_unconfigure(config: pytest.Config) -> None:
     made = config.stash.get(_CACHE, None)
     if made is not None:
         shutil.rmtree(made, ignore_errors=True)
+
+
+@pytest.hookimpl(trylast=True)  # after `-m` and `-k` have chosen
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files with more slow tests first: a worker takes whole files, and none waits at the end."""
+    slow = collections.Counter(item.path for item in items if item.get_closest_marker("slow"))
+    items.sort(key=lambda item: -slow[item.path])
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -32,7 +32,8 @@ from tests.oracle.storage import store
 from tests.oracle.weights import Tensors, widen
 
 CONFIG_FILE = Path(__file__).with_name("every_role.json")
-SLOTS, CAPACITY, POSITIONS = 4, 64, 640
+# Slots and capacity are those of tests/invariance, so that calls of 64 rows share its program.
+SLOTS, CAPACITY, POSITIONS = 64, 96, 640
 
 
 @functools.cache

@@ -23,7 +23,7 @@ CFG = dataclasses.replace(
 B, S, NEW = 8, 13, 6
 LENGTHS = np.array([13, 5, 9, 1, 13, 12, 2, 7], np.int32)
 NUMERICS = Numerics.fp32_kvq()  # float32 shows what bfloat16 may round away
-MORE = [pytest.param(*sizes, marks=pytest.mark.exhaustive) for sizes in ((1, 2), (4, 2))]
+MORE = [pytest.param(*sizes, marks=pytest.mark.exhaustive) for sizes in ((1, 2), (1, 8), (4, 2))]
 NUMBERS = ("raw", "processed", "kept_mass")
 SAMPLING = sampling.make_sampling(B, [1.0, 20.0] * 4, [1.0, 1.0, 0.7, 0.9] * 2, seeds=range(B))
 
@@ -60,7 +60,8 @@ def alone() -> steps.Scores:
 _score = jax.jit(parallel.score, static_argnames=("cfg", "numerics", "mesh"))
 
 
-@pytest.mark.parametrize(("data", "expert"), [MORE[0], (2, 2), (1, 8), MORE[1]])
+@pytest.mark.slow
+@pytest.mark.parametrize(("data", "expert"), [(2, 2), *MORE])
 def test_scores_over_a_mesh_are_those_of_one_device(data, expert):
     params, table = model()
     mesh = parallel.data_expert_mesh(data, expert, CFG, jax.devices()[: data * expert])

@@ -25,7 +25,7 @@ from deepinfer_jax.model import forward
 from deepinfer_jax.model.forward import Replay
 from tests import every_role
 
-FEW, MANY = 12, 48
+ROWS = 64  # of every call: those without a replay share a program with tests/invariance
 KEEP = 17  # the floor: window 11 and slack 6
 PROMPTS = (27, 21)
 MASK, COMPACT = Replay("mask", KEEP), Replay("compact", KEEP)
@@ -58,7 +58,7 @@ def whole(dtype: str, replay: Replay) -> tuple[Fed, caches.Cache]:
     m = every_role.model(dtype)
     pieces = [feeding.piece(i, texts(dtype)[i], 0, n) for i, n in enumerate(PROMPTS)]
     return feeding.feed(
-        m, every_role.garbage(m), pieces, MANY, replay=replay, prompts=prompts_of((0, 1))
+        m, every_role.garbage(m), pieces, ROWS, replay=replay, prompts=prompts_of((0, 1))
     )
 
 
@@ -90,7 +90,7 @@ def test_global_entries_and_encoder_are_exact(dtype):
     m = every_role.model(dtype)
     _, compact = whole(dtype, COMPACT)
     pieces = [feeding.piece(i, texts(dtype)[i], 0, n) for i, n in enumerate(PROMPTS)]
-    fed, off = feeding.feed(m, every_role.garbage(m), pieces, MANY)
+    fed, off = feeding.feed(m, every_role.garbage(m), pieces, ROWS)
     masked, _ = whole(dtype, MASK)
     for slot, length in enumerate(PROMPTS):
         got, want = (feeding.visible(m, c, slot, length) for c in (compact, off))
@@ -103,7 +103,7 @@ def test_global_entries_and_encoder_are_exact(dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 @given(
     cuts=st.tuples(*[st.lists(st.integers(1, n - 1), max_size=4) for n in PROMPTS]),
-    slots=st.permutations(range(every_role.SLOTS)).map(lambda p: tuple(p[:2])),
+    slots=st.permutations(range(4)).map(lambda p: tuple(p[:2])),
 )
 @settings(max_examples=20)
 def test_chunks_equal_the_whole_prompt(dtype, cuts, slots):
@@ -117,7 +117,7 @@ def test_chunks_equal_the_whole_prompt(dtype, cuts, slots):
             for i, slot in enumerate(slots)
             if turn + 1 < len(edges[i])
         ]
-        fed, cache = feeding.feed(m, cache, pieces, MANY, replay=COMPACT, prompts=prompts)
+        fed, cache = feeding.feed(m, cache, pieces, ROWS, replay=COMPACT, prompts=prompts)
         for p in pieces:
             number = slots.index(p.slot)
             for position in range(p.start, p.start + len(p.part) - 1):
@@ -138,11 +138,11 @@ def test_decoding_afterwards_is_the_same(dtype):
         cache, out = whole(dtype, replay)[1], []
         source, start = texts(dtype)[0], PROMPTS[0]
         p = feeding.wrong(feeding.piece(0, source, start, start + 6), 1, m.cfg.vocab_size)
-        fed, cache = feeding.feed(m, cache, [p], FEW)
+        fed, cache = feeding.feed(m, cache, [p], ROWS)
         out.append(fed.of(0, start))
         for position in range(start + 1, start + 8):
             pieces = [feeding.piece(0, source, position, position + 1)]
-            fed, cache = feeding.feed(m, cache, pieces, FEW)
+            fed, cache = feeding.feed(m, cache, pieces, ROWS)
             out.append({n: v for n, v in fed.of(0, position).items() if n != "scored"})
         drafted = every_role.draft_of(m, cache, [0, -1, -1], [start + 8, 0, 0], [5, 6, 7])
         out.append({"logits": drafted.logits[0], "confidence": drafted.confidence[0]})
@@ -166,7 +166,7 @@ def test_the_oracle_agrees():
     for position in range(length, length + 3):
         record = model.step(state, int(source.tokens[position]))
         fed, cache = feeding.feed(
-            m, cache, [feeding.piece(0, source, position, position + 1)], FEW
+            m, cache, [feeding.piece(0, source, position, position + 1)], ROWS
         )  # fmt: skip
         np.testing.assert_allclose(fed.of(0, position)["logits"], record.logits, atol=1e-4)
     want = model.draft(state, 9)
@@ -197,7 +197,7 @@ def test_a_replay_needs_its_model_and_its_arguments():
     for cfg, layer in ((late, 3), (early, 2)):
         with pytest.raises(ValueError, match=rf"layers \[{layer}\] are not"):
             forward.check_replay(COMPACT, cfg, 6)
-    rows = feeding.rows_of([feeding.piece(0, texts("float32")[0], 0, 3)], FEW)
+    rows = feeding.rows_of([feeding.piece(0, texts("float32")[0], 0, 3)], ROWS)
     with pytest.raises(ValueError, match="needs a cache and prompt_lengths"):
         forward.forward(m.params, m.tables, rows, None, m.cfg, m.numerics, replay=COMPACT)
 
@@ -212,14 +212,14 @@ def test_prefill_counts_rows_that_a_replay_dropped(monkeypatch):
         feeding.piece(0, texts("float32")[0], 20, 24),
         feeding.piece(2, texts("float32")[1], 0, 3),
     ]
-    rows = jax.tree.map(jnp.asarray, feeding.rows_of(pieces, FEW))
+    rows = jax.tree.map(jnp.asarray, feeding.rows_of(pieces, ROWS))
     kept = row_sets.take_rows(rows, jnp.array([0, 1, 2, 3, -1, -1], jnp.int32))
     output = jnp.zeros((6, m.cfg.hidden_size), jnp.float32)
-    cache = caches.init_cache(m.cfg, m.numerics, every_role.SLOTS, every_role.CAPACITY)
+    cache = caches.init_cache(m.cfg, m.numerics, 4, 64)
     cache = dataclasses.replace(cache, lengths=jnp.array([20, 5, 0, 7], jnp.int32))
     hidden = forward.Hidden(output, output[None], jnp.zeros((1, 6, 1), jnp.int32), kept)
     monkeypatch.setattr(steps, "extend", lambda *a, **k: (hidden, cache))
-    chosen = sampling.make_sampling(every_role.SLOTS, 0.0, seeds=range(every_role.SLOTS))
+    chosen = sampling.make_sampling(4, 0.0, seeds=range(4))
     _, after = steps.prefill(
         m.params, m.tables, rows, cache, chosen, m.cfg, m.numerics, replay=COMPACT
     )

@@ -1,6 +1,8 @@
-"""A random model in a folder of its own, small and with every kind of state a model can have.
+"""A random model in a folder of its own, for tests of how the parts are put together.
 
-Its tokenizer is the shipped one. Built once per process and removed at its end.
+It has two layers: a window with Engram, and compressed KV with an index of its own; and a drafter.
+The other kinds of layers are those of tests/every_role.py. Its tokenizer is the shipped one. Built
+once per process and removed at its end.
 """
 
 import functools
@@ -20,15 +22,15 @@ _SMALLER = {
     "vocab_size": 2048,
     "hidden_size": 96,
     "moe_intermediate_size": 64,
-    "num_hidden_layers": 3,
+    "num_hidden_layers": 2,
     "num_attention_heads": 2,
     "q_lora_rank": 32,
     "n_routed_experts": 5,
-    "compress_ratios": [0, 2, 1, 0],
-    "kv_source_layer_ids": [1, 2],
-    "index_source_layer_ids": [1, 2],
-    "candidate_source_layer_id": 2,
-    "dspark_target_layer_ids": [2],
+    "compress_ratios": [0, 2, 0],
+    "kv_source_layer_ids": [1],
+    "index_source_layer_ids": [1],
+    "candidate_source_layer_id": -1,
+    "dspark_target_layer_ids": [1],
     "engram_compressed_vocab_size": 1640,
 }
 

@@ -9,9 +9,11 @@ import pytest
 from tests.golden import reader
 
 HERE = Path(__file__).parent
-# Recorded twice in substance: the default run takes the richer folder of each mode.
+# Recorded twice in substance: the default run takes the richer folder of each mode, and
+# `forward` of `mini` in the mode that has no other test of it.
 MORE = {
     ("micro-bf16", "fp32"), ("micro-bf16", "native"), ("micro-vl", "native"), ("mini", "fp32_kvq"),
+    ("mini", "fp32", "test_forward"),
 }  # fmt: skip
 
 
@@ -28,9 +30,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         pairs = [pytest.param(None, None, marks=pytest.mark.skip(reason=reason))]
         ids = ["none"]
     elif not given:
+        test = metafunc.function.__name__
         pairs = [
-            pytest.param(f, m, marks=[pytest.mark.exhaustive] if (f.name, m) in MORE else [])
+            pytest.param(f, m, marks=[pytest.mark.exhaustive] if more else [])
             for f, m in pairs
+            for more in [bool({(f.name, m), (f.name, m, test)} & MORE)]
         ]
     metafunc.parametrize(("folder", "mode"), pairs, ids=ids)
 

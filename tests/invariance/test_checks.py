@@ -8,9 +8,10 @@ from deepinfer_jax import determinism
 from tests.invariance import setups
 
 # What the default run shows in float32; the rest of it there is exhaustive, as are, in bfloat16,
-# checks that share no program with another test.
-FLOAT32 = {"compilation", "devices"}
-ALONE = {"compilation", "devices", "engine", "gradient", "padding", "scan", "speculation"}
+# checks that share no program with another test. Recomputation is shown by tests/rl, devices by
+# tests/test_parallel.py, donation by the schedules of this folder, whose small calls donate.
+FLOAT32 = {"compilation"}
+ALONE = {"devices", "donation", "engine", "gradient", "padding", "remat", "scan", "speculation"}
 
 
 def case(check, dtype):

@@ -17,7 +17,10 @@ def spoiled(setup):
     return feeding.garbage(setup.model, serving.SLOTS, 2 * setup.capacity)
 
 
-@pytest.mark.parametrize("dtype", setups.DTYPES)
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.exhaustive)]
+)
 def test_drafts_do_not_depend_on_rejected_tokens_or_neighbours(dtype):
     setup = setups.illustrated(dtype)
     model = setup.model

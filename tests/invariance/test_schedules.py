@@ -50,6 +50,7 @@ def differences(pairs):
 SLOTS = st.permutations(range(SEQUENCES + 2)).map(lambda order: order[:SEQUENCES])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", setups.DTYPES)
 @given(schedule=st.lists(turns(), min_size=1, max_size=12), slots=SLOTS)
 @settings(max_examples=20)

@@ -10,7 +10,7 @@ from deepinfer_jax.determinism import equality, training
 from tests.invariance import setups
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_decoded_weights_give_the_same_bits():
     """What a small model keeps in memory to save the decoding at every step."""
     setup = setups.setup("bfloat16")
