@@ -12,7 +12,7 @@ import functools
 import json
 import math
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -119,8 +119,8 @@ class Acceptance:
 def drafts_everywhere(
     params: Any, tables: Any, tokens: jax.Array, lengths: jax.Array, seeds: jax.Array,
     cfg: ModelConfig, numerics: Numerics, greedy: bool,
-) -> jax.Array:  # fmt: skip
-    """Drafts [B, S, N] of every anchor in tokens [B, S], by the engine's own draft step.
+) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+    """Drafts and raw confidences [B, S, N] of every anchor in tokens [B, S], by the engine's step.
 
     The context ring is as long as the sequences, so one cache serves every anchor.
     """
@@ -139,20 +139,39 @@ def drafts_everywhere(
     made = draft.draft(
         params, tables, cache, rows.slots, rows.positions, rows.tokens, pick, cfg, numerics
     )
-    return made.tokens.reshape(batch, length, -1)
+    return made.tokens.reshape(batch, length, -1), made.confidence.reshape(batch, length, -1)
 
 
-def accepted_counts(tokens: Sequence[int], first: int, drafts: np.ndarray) -> list[int]:
-    """Accepted drafts of each round when `tokens` are decoded from the anchor at index `first`."""
-    counts, anchor = [], first
+def accepted_counts(tokens: Sequence[int], first: int, drafts: np.ndarray) -> dict[int, int]:
+    """Accepted drafts by anchor when `tokens` are decoded from the anchor at index `first`.
+
+    At the end of `tokens` fewer than a block can be right.
+    """
+    counts, anchor = {}, first
     while anchor < len(tokens) - 1:
         following = tokens[anchor + 1 : anchor + 1 + drafts.shape[1]]
         count = 0
         while count < len(following) and drafts[anchor, count] == following[count]:
             count += 1
-        counts.append(count)
+        counts[anchor] = count
         anchor += count + 1
     return counts
+
+
+def drafted(
+    model: Model, made: Sequence[Reply], greedy: bool
+) -> Iterator[tuple[Reply, np.ndarray, np.ndarray]]:
+    """Every reply with the drafts and confidences [S, N] after each of its tokens, prompt first."""
+    for start in range(0, len(made), TOGETHER):
+        group = made[start : start + TOGETHER]
+        tokens, lengths = _padded([r.prompt + r.reply for r in group])
+        seeds = [r.seed for r in group] + [0] * (TOGETHER - len(group))
+        words = sampling.seed_words(seeds, TOGETHER)
+        found = drafts_everywhere(
+            model.params, model.tables, tokens, lengths, words, model.cfg, model.numerics,
+            greedy=greedy,
+        )  # fmt: skip
+        yield from zip(group, *map(np.asarray, found), strict=False)
 
 
 def acceptance(model: Model, made: Sequence[Reply], greedy: bool) -> Acceptance:
@@ -160,20 +179,9 @@ def acceptance(model: Model, made: Sequence[Reply], greedy: bool) -> Acceptance:
     size = model.cfg.dspark_block_size
     counts: list[int] = []
     emitted = 0
-    for start in range(0, len(made), TOGETHER):
-        group = made[start : start + TOGETHER]
-        tokens, lengths = _padded([r.prompt + r.reply for r in group])
-        seeds = [r.seed for r in group] + [0] * (TOGETHER - len(group))
-        words = sampling.seed_words(seeds, TOGETHER)
-        found = np.asarray(
-            drafts_everywhere(
-                model.params, model.tables, tokens, lengths, words, model.cfg, model.numerics,
-                greedy=greedy,
-            )
-        )  # fmt: skip
-        for row, drafts in zip(group, found, strict=False):
-            counts += accepted_counts(row.prompt + row.reply, len(row.prompt), drafts)
-            emitted += len(row.reply) - 1
+    for row, drafts, _ in drafted(model, made, greedy):
+        counts += accepted_counts(row.prompt + row.reply, len(row.prompt), drafts).values()
+        emitted += len(row.reply) - 1
     survival = tuple(float(np.mean(np.array(counts) > k)) for k in range(size))
     return Acceptance(survival, emitted / len(counts))
 

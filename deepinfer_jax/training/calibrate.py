@@ -1,0 +1,77 @@
+"""Fits the temperatures of a drafter's confidence head on the model's own replies.
+
+Replies to held-out prompts are taken apart into the rounds that verify a whole block; every second
+reply fits the temperatures (`planning.fit_temperatures`), the others say how well they hold.
+`python -m deepinfer_jax.training.calibrate FOLDER [--count N] [--temperature T]` writes them into
+the folder of the model, where `load` finds them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import pathlib
+from collections.abc import Sequence
+
+import numpy as np
+
+from deepinfer_jax import loading, planning
+from deepinfer_jax.loading import Model
+from deepinfer_jax.planning.calibration import TEMPERATURES_FILE
+from deepinfer_jax.training import corpus
+from deepinfer_jax.training.evaluate import SEED, Reply, accepted_counts, drafted, replies
+
+REPORT_SEED = 1  # offset of the evaluation's: examples of their own
+
+
+def rounds_of(model: Model, made: Sequence[Reply], greedy: bool) -> tuple[np.ndarray, np.ndarray]:
+    """Raw confidences [N, D] and accepted drafts [N] of the rounds of replies.
+
+    Rounds that the end of a reply cut short are left out: their last drafts have no label.
+    """
+    size = model.cfg.dspark_block_size
+    confidence, accepted = [], []
+    for row, drafts, logits in drafted(model, made, greedy):
+        tokens = row.prompt + row.reply
+        for anchor, count in accepted_counts(tokens, len(row.prompt), drafts).items():
+            if anchor + size < len(tokens):
+                confidence.append(logits[anchor])
+                accepted.append(count)
+    return np.array(confidence, np.float32), np.array(accepted, np.int64)
+
+
+def errors(confidence: np.ndarray, accepted: np.ndarray, heat: np.ndarray) -> list[float]:
+    """Expected calibration error of each draft's survival under the temperatures `heat` [D]."""
+    alive = np.asarray(planning.survival(planning.probabilities(confidence, heat)))
+    return [
+        planning.expected_calibration_error(alive[:, k], accepted > k) for k in range(len(heat))
+    ]
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=pathlib.Path, help="folder of the model")
+    parser.add_argument("--count", type=int, default=40, help="replies to each task")
+    parser.add_argument("--temperature", type=float, default=1.0, help="of the replies")
+    given = parser.parse_args()
+    model = loading.load(given.folder)
+    examples = [
+        example
+        for task in corpus.TASKS
+        for example in corpus.heldout(task, given.count, SEED + REPORT_SEED)
+    ]
+    made = replies(model, examples, given.temperature)
+    fit, check = (
+        rounds_of(model, made[part::2], given.temperature == 0) for part in (0, 1)
+    )  # fmt: skip
+    found = planning.fit_temperatures(*fit)
+    planning.save_temperatures(given.folder / TEMPERATURES_FILE, found)
+    ones = np.ones_like(found.temperatures)
+    print(f"{len(fit[1])} rounds to fit, {len(check[1])} to check")
+    print("temperatures", found.temperatures.round(3).tolist())
+    print("error before", np.round(errors(*check, ones), 4).tolist())
+    print("error after ", np.round(errors(*check, found.temperatures), 4).tolist())
+
+
+if __name__ == "__main__":
+    main()
