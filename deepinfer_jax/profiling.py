@@ -39,10 +39,10 @@ def hardware() -> str:
     devices = jax.devices()
     if devices[0].platform != "cpu":
         return f"{len(devices)} x {devices[0].device_kind}"
-    return f"{_processor()}, {_cores()} cores"
+    return f"{_processor()}, {cores()} cores"
 
 
-def _cores() -> int:
+def cores() -> int:
     """Processor cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
@@ -95,7 +95,7 @@ def _curve(model: Model, slots: int, note: Callable[[str], None]) -> Curve:
     rows = row_sizes(slots, block)
     note(f"{slots} slots: compiling {1 + len(rows)} programs")
     every = [(0, slots), *((block, count) for count in rows)]
-    with ThreadPoolExecutor(_cores()) as pool:
+    with ThreadPoolExecutor(cores()) as pool:
         compiled = list(pool.map(lambda sizes: _compiled(model, cache, *sizes), every))
     times = []
     for (size, count), program in zip(every, compiled, strict=True):
