@@ -66,7 +66,7 @@ def measure(
         policy = chosen[name]
         return di.generate(model, asked, seed=1, batch_size=batch, speculative=policy)
 
-    with ThreadPoolExecutor(len(chosen)) as pool:  # compiles everything side by side
+    with ThreadPoolExecutor(profiling.cores()) as pool:  # compiles side by side
         list(pool.map(run, chosen))
     for _ in range(repeats):
         for name in chosen:
