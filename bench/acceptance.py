@@ -1,10 +1,11 @@
-"""How many drafts does coupled acceptance give up against rejection sampling, and is it as predicted?
+"""How many drafts does coupled acceptance lose against rejection sampling, and is it as predicted?
 
-The same prompts, at the same temperature, are answered in rounds that draft and verify a whole block,
-once by each rule. Measured: the share of rounds that accept draft k and all before it, and the mean
-accepted length. Predicted, from the distributions p of the target and q of the drafter at every anchor
-of the coupled replies (drafter fed the true tokens): sum_i 1 / sum_j max(p_j/p_i, q_j/q_i) for coupled
-acceptance of one draft, 1 - TV(p, q) for rejection; the product along a block is what survives.
+The same prompts, at the same temperature, are answered in rounds that draft and verify a whole
+block, once by each rule. Measured: the share of rounds that accept draft k and all before it, and
+the mean accepted length. Predicted, from the distributions p of the target and q of the drafter at
+every anchor of the coupled replies (drafter fed the true tokens): for one draft
+sum_i 1 / sum_j max(p_j/p_i, q_j/q_i) by coupled acceptance and 1 - TV(p, q) by rejection; the
+product along a block is what survives.
 
     python bench/acceptance.py --machine cpu2
 """
