@@ -95,8 +95,8 @@ def test_a_reply_is_that_of_the_transitions():
     for _ in range(4):
         start = int(cache.lengths[0])
         part = [(token, 0, start + i) for i, token in enumerate(new)]
-        sampled, cache = batching._prefill(
-            model.params, model.tables, batching._rows(part, 32), cache, sampling,
+        sampled, cache = batching.prefill_program(
+            model.params, model.tables, batching.make_rows(part, 32), cache, sampling,
             model.cfg, model.numerics,
         )  # fmt: skip
         new = [int(sampled.token[0])]
@@ -106,13 +106,13 @@ def test_a_reply_is_that_of_the_transitions():
 
 def test_prompts_of_every_length_share_the_programs():
     one_by_one()
-    before = batching._prefill._cache_size(), batching._decode._cache_size()
+    before = batching.prefill_program._cache_size(), batching.decode_program._cache_size()
     prompts = [
         {"tokens": [7] * n, "max_tokens": m} for n, m in ((1, 1), (33, 3), (64, 17), (15, 2))
     ]
     for prompt in prompts:
         di.generate(tiny_model.model(), [prompt])
-    assert (batching._prefill._cache_size(), batching._decode._cache_size()) == before
+    assert (batching.prefill_program._cache_size(), batching.decode_program._cache_size()) == before
 
 
 def test_a_stream_joins_to_the_text():

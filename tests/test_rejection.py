@@ -12,7 +12,22 @@ import pytest
 from deepinfer_jax import rejection, sampling
 from tests.test_sampling_draws import assert_fits
 
-V, MANY = 7, 20_000
+V, MANY, ROWS = 7, 20_000, 6
+
+
+@jax.jit
+def decisions(targets, proposals, drafts, uniforms, options):
+    target, proposal = (sampling.transform(x, options) for x in (targets, proposals))
+    accepted = rejection.accepts(target, proposal, drafts, uniforms)
+    return accepted, jnp.exp(rejection.residual(target, proposal))
+
+
+def padded(rows) -> np.ndarray:
+    """ROWS rows, so that all cases share a program."""
+    rows = np.asarray(rows, np.float32)
+    return (
+        np.resize(rows, (ROWS, *rows.shape[1:])) if len(rows) else np.zeros((ROWS, 8), rows.dtype)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -28,16 +43,14 @@ def test_recorded_decisions_and_residuals(cases):
     for case in cases:
         drafts = np.array(case["draft_tokens"], np.int32)
         n = len(drafts)
-        if not n:
-            continue
         options = sampling.make_sampling(
-            n, case["temperature"], case["top_p"], case["top_k"], seeds=[0] * n
+            ROWS, case["temperature"], case["top_p"], case["top_k"], seeds=[0] * ROWS
         )
-        target = sampling.transform(np.float32(case["target_logits"])[:n], options)
-        proposal = sampling.transform(np.float32(case["draft_logits"])[:n], options)
-        known = np.maximum(drafts, 0)
-        accepted = rejection.accepts(target, proposal, known, np.float32(case["accept_uniforms"]))
-        left = np.exp(rejection.residual(target, proposal))
+        accepted, left = decisions(
+            *(padded(case[name][:n]) for name in ("target_logits", "draft_logits")),
+            padded(np.maximum(drafts, 0)).astype(np.int32), padded(case["accept_uniforms"]),
+            options,
+        )  # fmt: skip
         for row, want in enumerate(case["rows"][:n]):
             if drafts[row] < 0:
                 continue  # an id outside of a shortened vocabulary, which we do not have

@@ -19,7 +19,7 @@ from deepinfer_jax.prompts import make_requests
 from deepinfer_jax.requests import Options
 from tests import tiny_model
 
-SLOTS, SIZE, ROWS = 3, 3, 7
+SLOTS, SIZE, ROWS = 5, 3, 11  # slots as in test_generation, whose programs serve here too
 
 # -- packing ---------------------------------------------------------------------------------------
 
@@ -101,7 +101,7 @@ MOVES = st.lists(
 @given(moves=MOVES, order=st.permutations(range(9)))
 @settings(max_examples=15)
 def test_no_use_of_the_drafter_changes_a_bit(moves, order):
-    """Any lengths cut to seven rows, with pauses, in any order of requests: tokens and numbers."""
+    """Any lengths cut to eleven rows, with pauses, in any order of requests: tokens and numbers."""
     model = tiny_model.model()
     asked = make_requests(
         [prompts()[n] for n in order], Options(seed=8), model.tokenizer, model.cfg,
@@ -156,8 +156,8 @@ def test_what_cannot_be_is_refused():
     sampling = di.make_sampling(SLOTS, seeds=range(SLOTS))
     for more, message in (
         ({"mode": "both"}, 'mode must be "coupled" or "rejection", got \'both\''),
-        ({"rows": 2}, r"rows .* must lie in 3\.\.12 for 3 slots and 3 drafts, got 2"),
-        ({"rows": 13}, r"rows .* must lie in 3\.\.12 for 3 slots and 3 drafts, got 13"),
+        ({"rows": 2}, r"rows .* must lie in 5\.\.20 for 5 slots and 3 drafts, got 2"),
+        ({"rows": 21}, r"rows .* must lie in 5\.\.20 for 5 slots and 3 drafts, got 21"),
     ):
         with pytest.raises(ValueError, match=message):
             rounds.speculate(

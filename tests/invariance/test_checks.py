@@ -7,15 +7,23 @@ import pytest
 from deepinfer_jax import determinism
 from tests.invariance import setups
 
-# What the default run shows in float32; the rest of it there is exhaustive, as are, in bfloat16,
-# checks that share no program with another test. Recomputation is shown by tests/rl, devices by
-# tests/test_parallel.py, donation by the schedules of this folder, whose small calls donate.
-FLOAT32 = {"compilation"}
-ALONE = {"devices", "donation", "engine", "gradient", "padding", "remat", "scan", "speculation"}
+# The default run shows these in bfloat16, but for those that share no program with another test or
+# vary what test_schedules draws at random; float32 is the exhaustive run's, as is the persistent cache.
+ALONE = {
+    "chunks",
+    "devices",
+    "donation",
+    "engine",
+    "gradient",
+    "padding",
+    "remat",
+    "scan",
+    "speculation",
+}
 
 
 def case(check, dtype):
-    more = check.name not in FLOAT32 if dtype == "float32" else check.name in ALONE
+    more = dtype == "float32" or check.name in ALONE
     marks = [pytest.mark.slow, *([pytest.mark.exhaustive] if more else [])]
     return pytest.param(check, dtype, id=f"{check.name}-{dtype}", marks=marks)
 

@@ -35,7 +35,7 @@ def _outputs(weights, tables, rows):
     return hidden.output, hidden.routed
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("quick_compile")
 def test_dense_forms_equal_the_serving_forms():
     weights = jax.jit(masters.released, static_argnums=1)(values(), CONFIG)
