@@ -25,9 +25,7 @@ def decisions(targets, proposals, drafts, uniforms, options):
 def padded(rows) -> np.ndarray:
     """ROWS rows, so that all cases share a program."""
     rows = np.asarray(rows, np.float32)
-    return (
-        np.resize(rows, (ROWS, *rows.shape[1:])) if len(rows) else np.zeros((ROWS, 8), rows.dtype)
-    )
+    return np.resize(rows, (ROWS, *rows.shape[1:]))
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +41,8 @@ def test_recorded_decisions_and_residuals(cases):
     for case in cases:
         drafts = np.array(case["draft_tokens"], np.int32)
         n = len(drafts)
+        if not n:
+            continue  # a lone draw from the target: nothing is decided
         options = sampling.make_sampling(
             ROWS, case["temperature"], case["top_p"], case["top_k"], seeds=[0] * ROWS
         )

@@ -58,7 +58,8 @@ def _say(args: argparse.Namespace, message: str, status: int) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="deepinfer-jax", description=deepinfer_jax.__doc__)
+    about = (deepinfer_jax.__doc__ or "").partition("\n")[0]
+    parser = argparse.ArgumentParser(prog="deepinfer-jax", description=about)
     version = f"deepinfer-jax {deepinfer_jax.__version__}"
     parser.add_argument("--version", action="version", version=version)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")

@@ -7,8 +7,8 @@ import pytest
 from deepinfer_jax import determinism
 from tests.invariance import setups
 
-# The default run shows these in bfloat16, but for those that share no program with another test or
-# vary what test_schedules draws at random; float32 is the exhaustive run's, as is the persistent cache.
+# The default run is in bfloat16 and leaves these out: they share no program with another test, or
+# vary what test_schedules draws at random. The exhaustive run has them and everything in float32.
 ALONE = {
     "chunks",
     "devices",
