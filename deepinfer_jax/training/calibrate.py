@@ -1,7 +1,7 @@
 """Fits the temperatures of a drafter's confidence head on the model's own replies.
 
-Replies to held-out prompts are taken apart into the rounds that verify a whole block; every second
-reply fits the temperatures (`planning.fit_temperatures`), the others say how well they hold.
+A block is drafted after every token of replies to held-out prompts, as if a round began there; every
+second reply fits the temperatures (`planning.fit_temperatures`), the others say how well they hold.
 `python -m deepinfer_jax.training.calibrate FOLDER [--count N] [--temperature T]` writes them into
 the folder of the model, where `load` finds them.
 """
@@ -18,25 +18,26 @@ from deepinfer_jax import loading, planning
 from deepinfer_jax.loading import Model
 from deepinfer_jax.planning.calibration import TEMPERATURES_FILE
 from deepinfer_jax.training import corpus
-from deepinfer_jax.training.evaluate import SEED, Reply, accepted_counts, drafted, replies
+from deepinfer_jax.training.evaluate import SEED, Reply, drafted, replies
 
 REPORT_SEED = 1  # offset of the evaluation's: examples of their own
 
 
 def rounds_of(model: Model, made: Sequence[Reply], greedy: bool) -> tuple[np.ndarray, np.ndarray]:
-    """Raw confidences [N, D] and accepted drafts [N] of the rounds of replies.
+    """Raw confidences [N, D] and accepted drafts [N] of a round after every token of the replies.
 
-    Rounds that the end of a reply cut short are left out: their last drafts have no label.
+    Rounds that the end of a reply would cut short are left out: their last drafts have no label.
     """
     size = model.cfg.dspark_block_size
-    confidence, accepted = [], []
+    confidence, right = [], []
     for row, drafts, logits in drafted(model, made, greedy):
-        tokens = row.prompt + row.reply
-        for anchor, count in accepted_counts(tokens, len(row.prompt), drafts).items():
-            if anchor + size < len(tokens):
-                confidence.append(logits[anchor])
-                accepted.append(count)
-    return np.array(confidence, np.float32), np.array(accepted, np.int64)
+        tokens = np.array(row.prompt + row.reply)
+        anchors = np.arange(len(row.prompt), len(tokens) - size)
+        following = tokens[anchors[:, None] + 1 + np.arange(size)]
+        right.append(drafts[anchors] == following)
+        confidence.append(logits[anchors])
+    accepted = np.cumprod(np.concatenate(right), axis=1, dtype=np.int64)
+    return np.concatenate(confidence), np.count_nonzero(accepted, axis=1)
 
 
 def errors(confidence: np.ndarray, accepted: np.ndarray, heat: np.ndarray) -> list[float]:
