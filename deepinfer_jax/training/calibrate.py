@@ -1,7 +1,7 @@
 """Fits the temperatures of a drafter's confidence head on the model's own replies.
 
-A block is drafted after every token of replies to held-out prompts, as if a round began there; every
-second reply fits the temperatures (`planning.fit_temperatures`), the others say how well they hold.
+A block is drafted after every token of replies to held-out prompts, as if a round began there;
+every second reply fits the temperatures (`planning.fit_temperatures`), the others say how well they hold.
 `python -m deepinfer_jax.training.calibrate FOLDER [--count N] [--temperature T]` writes them into
 the folder of the model, where `load` finds them.
 """
