@@ -2,10 +2,15 @@
 
 The same prompts, at the same temperature, are answered in rounds that draft and verify a whole
 block, once by each rule. Measured: the share of rounds that accept draft k and all before it, and
-the mean accepted length. Predicted, from the distributions p of the target and q of the drafter at
-every anchor of the coupled replies (drafter fed the true tokens): for one draft
-sum_i 1 / sum_j max(p_j/p_i, q_j/q_i) by coupled acceptance and 1 - TV(p, q) by rejection; the
-product along a block is what survives.
+the mean accepted length, with the standard error over prompts. Predicted at the same rounds, from
+the distributions p of the target and q of the drafter fed the true tokens x: draft k and all before
+it are accepted with probability
+
+    E_x [ a_1(x_1) / p_1(x_1) ... a_(k-1)(x_(k-1)) / p_(k-1)(x_(k-1))  sum_v a_k(v) ]
+
+where a(v) is the probability that target and draft both say v and the draft is accepted:
+1 / sum_j max(p_j / p_v, q_j / q_v) by coupled acceptance, min(p_v, q_v) by rejection (then the sums
+are `sampling.acceptance_probability` and 1 - TV).
 
     python bench/acceptance.py --machine cpu2
 """
@@ -13,6 +18,8 @@ product along a block is what survives.
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -45,21 +52,30 @@ def padded(asked: list[dict[str, Any]]) -> tuple[np.ndarray, np.ndarray]:
     return tokens, lengths
 
 
-def play(
-    model: di.Model, asked: list[dict[str, Any]], temperature: float, mode: str
-) -> tuple[np.ndarray, list[list[int]]]:
-    """Accepted drafts of every round that had a whole block before it, and the sequences."""
+@dataclasses.dataclass(frozen=True)
+class Played:
+    """One run: by prompt its sequence, the anchors of its rounds and what they accepted.
+
+    Only rounds that verified a whole block with a block of tokens behind the anchor are kept.
+    """
+
+    sequences: list[list[int]]
+    anchors: list[np.ndarray]
+    accepted: list[np.ndarray]
+
+
+def play(model: di.Model, asked: list[dict[str, Any]], temperature: float, mode: str) -> Played:
+    """Answer the prompts, at most STEPS rounds each."""
     tokens, lengths = padded(asked)
-    b, cfg = len(asked), model.cfg
+    b, cfg, size = len(asked), model.cfg, model.cfg.most_drafts
     options = jax.device_put(di.make_sampling(b, temperature, seeds=range(b)))
     cache = di.init_cache(cfg, model.numerics, b, WIDTH)
     rows = row_sets.batch_rows(tokens, lengths)
     first, cache = _prefill(model.params, model.tables, rows, cache, options, cfg, model.numerics)
-    size = cfg.dspark_block_size
     running = di.Running(
         tokens=first.token,
         active=first.token != cfg.eos_token_id,
-        left=jnp.asarray(WIDTH - lengths - 1 - size),
+        left=jnp.asarray(WIDTH - lengths - 1),
         stops=jnp.full((b, 1), cfg.eos_token_id, jnp.int32),
     )
     made, *_ = _decode(
@@ -67,60 +83,90 @@ def play(
         size=size, mode=mode,
     )  # fmt: skip
     made, first = jax.device_get((made, first.token))
-    counts, sequences = [], []
+    played = Played([], [], [])
     for row in range(b):
-        sequence = asked[row]["tokens"] + [int(first[row])]
+        sequence, rounds = asked[row]["tokens"] + [int(first[row])], []
         for step in np.flatnonzero(made.emitted[:, row].any(axis=1)):
-            emitted = made.sampled.token[step, row][made.emitted[step, row]].tolist()
-            sequence += emitted
-            if cfg.eos_token_id not in emitted:  # the end of a reply cuts its last round short
-                counts.append(int(made.accepted[step, row]))
-        sequences.append(sequence)
-    return np.array(counts), sequences
+            rounds.append((len(sequence) - 1, made.accepted[step, row], made.scheduled[step, row]))
+            sequence += made.sampled.token[step, row][made.emitted[step, row]].tolist()
+        kept = [
+            (anchor, accepted)
+            for anchor, accepted, scheduled in rounds
+            if scheduled == size and anchor + size < len(sequence)
+        ]
+        played.sequences.append(sequence)
+        played.anchors.append(np.array([anchor for anchor, _ in kept], np.int32))
+        played.accepted.append(np.array([accepted for _, accepted in kept], np.int32))
+    return played
 
 
-@jax.jit
-def _probabilities(made: jax.Array, target: jax.Array, temperature: jax.Array):
-    q, p = (jax.nn.softmax(x.astype(jnp.float32) / temperature, axis=-1) for x in (made, target))
-    coupled = samplers.acceptance_probability(p, q)
-    rejection = jnp.minimum(p, q).sum(axis=-1)
-    return jnp.cumprod(coupled, axis=-1), jnp.cumprod(rejection, axis=-1)
+@functools.partial(jax.jit, static_argnames="mode")
+def _survival(made: jax.Array, target: jax.Array, following: jax.Array, heat: float, mode: str):
+    """[A, N] of the formula above for logits [A, N, V] and the true tokens [A, N]."""
+    q, p = (jax.nn.softmax(x.astype(jnp.float32) / heat, axis=-1) for x in (made, target))
+    p_x, q_x = (jnp.take_along_axis(x, following[..., None], axis=-1) for x in (p, q))
+    if mode == "coupled":
+        whole = samplers.acceptance_probability(p, q)
+        worst = jnp.maximum(p / p_x, q / jnp.maximum(q_x, 1e-30))
+        ratio = 1 / (worst.sum(axis=-1) * p_x[..., 0])
+    else:
+        whole = jnp.minimum(p, q).sum(axis=-1)
+        ratio = jnp.minimum(q_x / p_x, 1)[..., 0]
+    before = jnp.cumprod(ratio, axis=-1)
+    return jnp.concatenate([jnp.ones_like(before[:, :1]), before[:, :-1]], axis=-1) * whole
 
 
-def predicted(
-    model: di.Model, asked: list[dict[str, Any]], sequences: list[list[int]], temperature: float
-) -> tuple[np.ndarray, np.ndarray]:
-    """Mean survival [N] of both rules over every anchor of the replies."""
-    cfg, size = model.cfg, model.cfg.dspark_block_size
-
-    def logits(params, tokens, lengths, positions):
-        rows = row_sets.batch_rows(tokens, lengths)
-        hidden, _ = forward.forward(
-            params, model.tables, rows, None, cfg, model.numerics, length=tokens.shape[1]
-        )
-        anchors = training.Anchors(positions, jnp.ones((*positions.shape, size), bool))
-        made = training.heads(
-            params, model.tables, hidden.taps, tokens, anchors, cfg, model.numerics
-        )
-        place = positions[..., None] + jnp.arange(size, dtype=jnp.int32)
-        output = hidden.output[place.reshape(-1)]
-        return made.logits, head.logits(params, output, model.numerics).reshape(made.logits.shape)
-
-    run, both = jax.jit(logits), []
-    for each, sequence in zip(asked, sequences, strict=True):
-        last = len(sequence) - 1 - size  # the last anchor with a whole block behind it
-        positions = np.arange(len(each["tokens"]), last + 1, dtype=np.int32)
-        if not len(positions):
+def predicted(model: di.Model, played: Played, temperature: float, mode: str) -> np.ndarray:
+    """Mean survival [N] at the rounds that were played."""
+    cfg, size = model.cfg, model.cfg.most_drafts
+    found = []
+    for sequence, anchors in zip(played.sequences, played.anchors, strict=True):
+        if not len(anchors):
             continue
         tokens = np.zeros((1, WIDTH), np.int32)
         tokens[0, : len(sequence)] = sequence
-        wide = np.full((1, WIDTH), positions[0], np.int32)
-        wide[0, : len(positions)] = positions
-        made, target = run(model.params, tokens, np.array([len(sequence)], np.int32), wide)
-        found = _probabilities(made[: len(positions)], target[: len(positions)], temperature)
-        both.append(np.stack(found))
-    mean = np.concatenate(both, axis=1).mean(axis=1)
-    return mean[0], mean[1]
+        wide = np.full((1, STEPS), anchors[0], np.int32)
+        wide[0, : len(anchors)] = anchors
+        made, target = _logits(
+            model.params, model.tables, tokens, np.array([len(sequence)], np.int32), wide, cfg,
+            model.numerics,
+        )  # fmt: skip
+        following = tokens[0][wide[0][:, None] + 1 + np.arange(size)]
+        survival = _survival(made, target, following, temperature, mode)
+        found.append(np.asarray(survival)[: len(anchors)])
+    return np.concatenate(found).mean(axis=0)
+
+
+@functools.partial(jax.jit, static_argnames=("cfg", "numerics"))
+def _logits(params, tables, tokens, lengths, positions, cfg, numerics):
+    """Logits [A, N, V] of the drafter, fed the true tokens, and of the target at anchors [1, A]."""
+    size = cfg.most_drafts
+    rows = row_sets.batch_rows(tokens, lengths)
+    hidden, _ = forward.forward(params, tables, rows, None, cfg, numerics, length=tokens.shape[1])
+    anchors = training.Anchors(positions, jnp.ones((*positions.shape, size), bool))
+    made = training.heads(params, tables, hidden.taps, tokens, anchors, cfg, numerics)
+    place = positions[..., None] + jnp.arange(size, dtype=jnp.int32)
+    output = hidden.output[place.reshape(-1)]
+    return made.logits, head.logits(params, output, numerics).reshape(made.logits.shape)
+
+
+def answer(played: Played, expected: np.ndarray, size: int) -> dict[str, Any]:
+    """What one rule did, beside what was expected of it."""
+    counts = np.concatenate(played.accepted)
+    survival = [float(np.mean(counts > k)) for k in range(size)]
+    rng, groups = np.random.default_rng(0), [each for each in played.accepted if len(each)]
+    drawn = [
+        np.mean(np.concatenate([groups[i] for i in rng.integers(0, len(groups), len(groups))]))
+        for _ in range(200)
+    ]
+    return {
+        "rounds": len(counts),
+        "survival": survival,
+        "accepted": sum(survival),
+        "standard_error": float(np.std(drawn)),
+        "predicted_survival": expected.tolist(),
+        "predicted_accepted": float(expected.sum()),
+    }
 
 
 def main() -> None:
@@ -131,27 +177,18 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="folder of the result, default bench/results")
     given = parser.parse_args()
     start, model, found = machine(), di.load("spark-tiny"), []
-    size = model.cfg.dspark_block_size
     for temperature in given.temperatures:
         asked = prompts(given.count, temperature, WIDTH)
         asked = [each for each in asked if len(each["tokens"]) < WIDTH // 2]
         row: dict[str, Any] = {"temperature": temperature, "prompts": len(asked)}
         for mode in ("coupled", "rejection"):
-            counts, sequences = play(model, asked, temperature, mode)
-            survival = [float(np.mean(counts > k)) for k in range(size)]
-            row[mode] = {"rounds": len(counts), "survival": survival, "accepted": sum(survival)}
-            if mode == "coupled":
-                expected = predicted(model, asked, sequences, temperature)
-        for mode, values in zip(("coupled", "rejection"), expected, strict=True):
-            row[mode]["predicted_survival"] = values.tolist()
-            row[mode]["predicted_accepted"] = float(values.sum())
-        # Both count the token that needs no draft.
-        row["length_lost"] = 1 - (1 + row["coupled"]["accepted"]) / (
-            1 + row["rejection"]["accepted"]
-        )
-        row["predicted_length_lost"] = 1 - (1 + row["coupled"]["predicted_accepted"]) / (
-            1 + row["rejection"]["predicted_accepted"]
-        )
+            played = play(model, asked, temperature, mode)
+            expected = predicted(model, played, temperature, mode)
+            row[mode] = answer(played, expected, model.cfg.most_drafts)
+        # Lengths count the token that needs no draft.
+        for name, key in (("length_lost", "accepted"), ("predicted_length_lost",
+                                                        "predicted_accepted")):  # fmt: skip
+            row[name] = 1 - (1 + row["coupled"][key]) / (1 + row["rejection"][key])
         found.append(row)
         print(row, flush=True)
     print(write_result("acceptance", given.machine, {

@@ -12,6 +12,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,8 +21,7 @@ import numpy as np
 from deepinfer_jax import cache as caches
 from deepinfer_jax import rounds, sampling, steps
 from deepinfer_jax.loading import Model
-from deepinfer_jax.planning import policies, probabilities, survival
-from deepinfer_jax.planning.policies import Move, Policy
+from deepinfer_jax.planning import OFF, Policy
 from deepinfer_jax.requests import Request, Result, Timing
 from deepinfer_jax.rounds import Round, Running
 from deepinfer_jax.rows import Rows
@@ -60,6 +60,15 @@ class _Seat:
     rounds: int = 0
     verified: int = 0
     accepted: int = 0
+
+    def count(self, made: Round, step: int, slot: int, place: int) -> None:
+        """Count what entry `place` of a round cost, once it is in the reply."""
+        if len(self.raw) == 1:
+            return  # the first token comes from the prompt
+        if place == 0:
+            self.rounds += 1
+            self.verified += int(made.scheduled[step, slot])
+        self.accepted += place < int(made.accepted[step, slot])
 
 
 # -- the two device programs -----------------------------------------------------------------------
@@ -112,7 +121,7 @@ class Batch:
 
     def __init__(
         self, model: Model, requests: Sequence[Request], slots: int, *, eager: bool,
-        policy: Policy = policies.OFF,
+        policy: Policy = OFF,
     ):  # fmt: skip
         """`eager`: look after 1, 2, 4 ... rounds at first, for a reader who watches.
 
@@ -125,7 +134,7 @@ class Batch:
         self._limit = 1 if eager else MOST_STEPS
         self._start = time.perf_counter()
         self._policy = policy
-        self._memory = policy.start(slots, block(model))
+        self._memory = policy.start(slots, model.cfg.most_drafts)
         capacity = capacity_for(requests, model.max_length)
         self._cache = caches.init_cache(model.cfg, model.numerics, slots, capacity)
         self._sampling = _sampling_of(self._seats)
@@ -177,10 +186,7 @@ class Batch:
                 if position + 1 == len(self._seat(slot).request.tokens)
             ]
             if complete:
-                emitted = np.zeros((1, len(self._seats), 1), bool)
-                emitted[0, complete] = True
-                first = jax.tree.map(lambda x: x[None, :, None], jax.device_get(sampled))
-                yield from self._accept(first, emitted)
+                yield from self._accept(_first(jax.device_get(sampled), complete))
 
     def _advance(self) -> Iterator[Update]:
         """Some rounds of all seated slots; fewer where a free slot is waited for."""
@@ -197,48 +203,30 @@ class Batch:
             model.params, model.tables, running, self._cache, self._sampling, model.cfg,
             model.numerics, steps=MOST_STEPS, limit=np.int32(limit),
             leave=np.bool_(bool(self._waiting)), size=move.size, rows=move.rows,
-            schedule=move.schedule, mode=move.mode,
+            schedule=move.schedule, mode="coupled",
         )  # fmt: skip
         self._limit = min(2 * self._limit, MOST_STEPS)
-        made = jax.device_get(made)
-        self._observe(move, made)
-        yield from self._accept(made.sampled, made.emitted)
+        made, left = jax.device_get((made, running.left))
+        self._memory = self._policy.learn(self._memory, move, *_shown(made, left))
+        yield from self._accept(made)
 
-    def _observe(self, move: Move, made: Round) -> None:
-        """Count what the rounds cost every request, and let the policy see the confidences."""
-        took = made.emitted.any(axis=2)  # [rounds, B]: a slot that takes part emits
-        for slot in np.flatnonzero(took.any(axis=0)).tolist():
-            seat = self._seat(slot)
-            seat.rounds += int(np.count_nonzero(took[:, slot]))
-            seat.verified += int(made.scheduled[:, slot].sum(dtype=np.int64))
-            seat.accepted += int(np.count_nonzero(made.emitted[:, slot, 1:]))
-        done = np.flatnonzero(took.any(axis=1))
-        alive = np.zeros((len(done), *took.shape[1:], move.size), np.float32)
-        if move.size:
-            heat = np.array(self._policy.temperatures[: move.size], np.float32)
-            alive = np.asarray(survival(probabilities(made.confidence[done], heat)))
-            alive = np.where(took[done][..., None], alive, 0)
-        self._memory = self._policy.learn(self._memory, move, alive)
-
-    def _accept(self, sampled: Sampled, emitted: np.ndarray) -> Iterator[Update]:
-        """Hand the emitted tokens [rounds, B, N + 1] to their seats; a finished one is given up."""
-        for slot in np.flatnonzero(emitted.any(axis=(0, 2))).tolist():
+    def _accept(self, made: Round) -> Iterator[Update]:
+        """Hand what rounds emitted to the seats; a finished seat is given up."""
+        for slot in np.flatnonzero(made.emitted.any(axis=(0, 2))).tolist():
             seat, text = self._seat(slot), ""
-            for step, place in np.argwhere(emitted[:, slot]).tolist():
-                numbers = [
-                    float(x[step, slot, place])
-                    for x in (sampled.logprob_raw, sampled.logprob_processed, sampled.kept_mass)
-                ]
+            for step, place in np.argwhere(made.emitted[:, slot]).tolist():
+                numbers = [float(x[step, slot, place]) for x in _numbers(made.sampled)]
                 if not all(map(math.isfinite, numbers)):
                     raise FloatingPointError(
                         f"request {seat.request.id!r}: the log-probability of token "
                         f"{len(seat.raw)} is not finite (raw {numbers[0]}, processed "
                         f"{numbers[1]}, kept mass {numbers[2]}); are the weights damaged?"
                     )
-                text += seat.transcript.push(int(sampled.token[step, slot, place]))
-                seat.raw.append(numbers[0])
-                seat.processed.append(numbers[1])
-                seat.kept.append(numbers[2])
+                text += seat.transcript.push(int(made.sampled.token[step, slot, place]))
+                for numbered, number in zip((seat.raw, seat.processed, seat.kept), numbers,
+                                            strict=True):  # fmt: skip
+                    numbered.append(number)
+                seat.count(made, step, slot, place)
                 if seat.transcript.finished:
                     break
             now = self._elapsed()
@@ -264,9 +252,35 @@ class Batch:
         return time.perf_counter() - self._start
 
 
-def block(model: Model) -> int:
-    """Most drafts of a round; 0 without a drafter."""
-    return model.cfg.dspark_block_size if model.cfg.num_nextn_predict_layers else 0
+def _numbers(sampled: Sampled) -> tuple[jax.Array, jax.Array, jax.Array]:
+    return sampled.logprob_raw, sampled.logprob_processed, sampled.kept_mass
+
+
+def _first(sampled: Sampled, slots: Sequence[int]) -> Round:
+    """What a prefill says of the prompts that ended in it, in the form of rounds: [1, B, 1]."""
+    b = len(sampled.token)
+    emitted = np.isin(np.arange(b), slots)[None, :, None]
+    nothing = {
+        "drafts": np.zeros((1, b, 0), np.int32),
+        "confidence": np.zeros((1, b, 0), np.float32),
+        "scheduled": np.zeros((1, b), np.int32),
+        "accepted": np.zeros((1, b), np.int32),
+    }
+    first: Any = jax.tree.map(lambda x: x[None, :, None], sampled)
+    return Round(sampled=first, emitted=emitted, **nothing)  # pyright: ignore[reportArgumentType]
+
+
+def _shown(made: Any, left: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(confidence [rounds, B, N], most [rounds, B]) of the rounds that were run.
+
+    most: drafts that could have become part of a reply, of slots with `left` [B] tokens before.
+    """
+    count = np.count_nonzero(made.emitted, axis=2)  # a slot that takes part emits
+    done = count.any(axis=1)
+    count, confidence = count[done], made.confidence[done]
+    before = np.cumsum(count, axis=0) - count
+    most = np.clip(left - before - 1, 0, confidence.shape[2])
+    return confidence, np.where(count > 0, most, 0)
 
 
 def _left(seat: _Seat) -> int:

@@ -141,6 +141,11 @@ class ModelConfig:
         return backbone.index(1) if 1 in backbone else self.num_hidden_layers
 
     @property
+    def most_drafts(self) -> int:
+        """Drafts that one pass of the drafter can make; 0 without a drafter."""
+        return self.dspark_block_size if self.num_nextn_predict_layers else 0
+
+    @property
     def engram_lookback(self) -> int:
         """Tokens before the current one that an Engram row may depend on."""
         return self.engram_max_ngram_size - 1

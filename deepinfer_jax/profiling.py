@@ -1,4 +1,8 @@
-"""How long a round takes on this device, by the rows of its verification: the planner's data."""
+"""How long a round takes on this device, by the rows of its verification: the planner's data.
+
+Measured on short sequences in the smallest cache; a round over long ones takes longer, with and
+without drafts, by reading more of the cache.
+"""
 
 from __future__ import annotations
 
@@ -20,18 +24,18 @@ import numpy as np
 from deepinfer_jax import batching, rounds, sampling
 from deepinfer_jax import cache as caches
 from deepinfer_jax.cache import Cache
-from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.loading import Model
 from deepinfer_jax.planning.cost_table import CostTable, Curve
 from deepinfer_jax.planning.schedules import Fill, Lengths
 
-REPEATS = 5
+REPEATS = 7
 PROMPT = 32  # tokens that stand in every slot before the first round
 
 
-def model_fingerprint(cfg: ModelConfig) -> str:
-    """Twelve hex digits naming the shapes of a model: what its speed depends on."""
-    return hashlib.sha256(repr(cfg).encode()).hexdigest()[:12]
+def model_fingerprint(model: Model) -> str:
+    """Twelve hex digits naming what the speed of a model depends on: shapes and storage."""
+    storage = jax.tree.map(lambda x: (x.shape, str(x.dtype)), model.params)
+    return hashlib.sha256(repr((model.cfg, storage)).encode()).hexdigest()[:12]
 
 
 def hardware() -> str:
@@ -80,7 +84,7 @@ def measure(
     if not wanted or any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in wanted):
         raise ValueError(f"slots must be integers of at least 1, got {list(slots)}")
     return CostTable(
-        model=model_fingerprint(model.cfg),
+        model=model_fingerprint(model),
         hardware=hardware(),
         numerics=model.numerics.fingerprint(),
         jax=jax.__version__,
@@ -97,11 +101,10 @@ def _curve(model: Model, slots: int, note: Callable[[str], None]) -> Curve:
     every = [(0, slots), *((block, count) for count in rows)]
     with ThreadPoolExecutor(cores()) as pool:
         compiled = list(pool.map(lambda sizes: _compiled(model, cache, *sizes), every))
-    times = []
-    for (size, count), program in zip(every, compiled, strict=True):
-        times.append(_round_ms(model, cache, program, size))
+    times = _round_ms(model, cache, compiled, every)
+    for (size, count), ms in zip(every, times, strict=True):
         what = f"with {size} drafts, {count} rows verified" if size else "without drafts"
-        note(f"{slots} slots: {times[-1]:.2f} ms {what}")
+        note(f"{slots} slots: {ms:.2f} ms {what}")
     return Curve(slots, rows, tuple(times[1:]), times[0])
 
 
@@ -153,13 +156,20 @@ def _compiled(model: Model, cache: Cache, size: int, rows: int) -> Callable[...,
     return lowered.compile()
 
 
-def _round_ms(model: Model, cache: Cache, program: Callable[..., Any], size: int) -> float:
-    """Milliseconds of one round, the median of several calls."""
-    samples = []
-    for _ in range(REPEATS + 1):
-        own = jax.block_until_ready(jax.tree.map(jnp.copy, cache))
-        given, more = _arguments(model, own, size)
-        start = time.perf_counter()
-        jax.block_until_ready(program(*given, **more))
-        samples.append(1e3 * (time.perf_counter() - start) / batching.MOST_STEPS)
-    return statistics.median(samples[1:])
+def _round_ms(
+    model: Model, cache: Cache, programs: Sequence[Callable[..., Any]],
+    every: Sequence[tuple[int, int]],
+) -> list[float]:  # fmt: skip
+    """Milliseconds of one round of each program: medians of calls in turns, so that a drift of the
+    machine is shared by all sizes.
+    """
+    samples: list[list[float]] = [[] for _ in programs]
+    for turn in range(REPEATS + 1):
+        for (size, _), program, found in zip(every, programs, samples, strict=True):
+            own = jax.block_until_ready(jax.tree.map(jnp.copy, cache))
+            given, more = _arguments(model, own, size)
+            start = time.perf_counter()
+            jax.block_until_ready(program(*given, **more))
+            if turn:
+                found.append(1e3 * (time.perf_counter() - start) / batching.MOST_STEPS)
+    return [statistics.median(each) for each in samples]

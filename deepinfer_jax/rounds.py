@@ -10,7 +10,7 @@ a round and nothing else (engine spec 1.7). All functions are pure and can be ji
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Protocol
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -23,19 +23,12 @@ from deepinfer_jax.cache import Cache
 from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.model import draft, head
 from deepinfer_jax.numerics import Numerics
-from deepinfer_jax.planning.policies import Mode
-from deepinfer_jax.planning.schedules import Lengths
+from deepinfer_jax.planning.schedules import Lengths, Schedule
 from deepinfer_jax.sampling import Sampled, Sampling
 from deepinfer_jax.steps import check_sampling, extend
 from deepinfer_jax.tables import Tables
 
-
-class Schedule(Protocol):
-    """How many drafts of each slot a round verifies; a pytree, see `planning.schedules`."""
-
-    def lengths(self, confidence: jax.Array, active: jax.Array, room: jax.Array) -> jax.Array:
-        """confidence [B, N] raw, active [B] bool, room: drafts that fit in all -> [B] int32."""
-        ...
+Mode = Literal["coupled", "rejection"]
 
 
 @jax.tree_util.register_dataclass
@@ -102,14 +95,14 @@ def _pack(scheduled: jax.Array, active: jax.Array, rows: int) -> _Packing:
     return _Packing(slot, jnp.where(real, number - first[slot], 0), real, first)
 
 
-def fitting(scheduled: jax.Array, active: jax.Array, most: int, rows: int) -> jax.Array:
-    """`scheduled` [B] cut to 0..most, to active slots, and to a call of `rows` rows.
+def fitting(scheduled: jax.Array, most: jax.Array, rows: int) -> jax.Array:
+    """`scheduled` [B] cut to 0..most [B] and to a call of `rows` rows; most -1: an inactive slot.
 
     Every active slot has its own row; drafts that do not fit are left out of the last slots.
     """
-    wanted = jnp.where(active, jnp.clip(scheduled, 0, most), 0)
+    wanted = jnp.clip(scheduled, 0, jnp.maximum(most, 0))
     before = jnp.cumsum(wanted, dtype=jnp.int32) - wanted
-    return jnp.clip(_room(active, rows) - before, 0, wanted)
+    return jnp.clip(_room(most >= 0, rows) - before, 0, wanted)
 
 
 def _room(active: jax.Array, rows: int) -> jax.Array:
@@ -143,7 +136,21 @@ def verify(
     rows = b * (n + 1) if rows is None else rows
     _check_rows(cache, cfg, n, rows)
     check_sampling(sampling, b)
-    packing = _pack(fitting(scheduled, active, n, rows), active, rows)
+    fit = fitting(scheduled, jnp.where(active, n, -1), rows)
+    return _verify(
+        params, tables, tokens, drafts, fit, active, cache, sampling, cfg, numerics, rows,
+        draft_logits,
+    )  # fmt: skip
+
+
+def _verify(
+    params: Any, tables: Tables, tokens: jax.Array, drafts: jax.Array, scheduled: jax.Array,
+    active: jax.Array, cache: Cache, sampling: Sampling, cfg: ModelConfig, numerics: Numerics,
+    rows: int, draft_logits: jax.Array | None,
+) -> tuple[Sampled, Cache]:  # fmt: skip
+    """`verify` with lengths that fit."""
+    n = drafts.shape[1]
+    packing = _pack(scheduled, active, rows)
     slot, offset = packing.slot, packing.offset
     fed = jnp.concatenate([tokens[:, None], drafts], axis=1)[slot, offset]
     positions = jnp.where(packing.real, cache.lengths[slot] + offset, 0)
@@ -155,10 +162,9 @@ def verify(
         sampled = samplers.sample(logits, each, positions + 1)
     else:
         following = jnp.minimum(offset, n - 1)
-        verifying = offset < fitting(scheduled, active, n, rows)[slot]
         sampled = rejection.sample(
-            logits, draft_logits[slot, following], drafts[slot, following], verifying, each,
-            positions + 1,
+            logits, draft_logits[slot, following], drafts[slot, following],
+            offset < scheduled[slot], each, positions + 1,
         )  # fmt: skip
     place = packing.first[:, None] + jnp.arange(n + 1, dtype=jnp.int32)[None, :]
     return jax.tree.map(lambda x: x[jnp.minimum(place, rows - 1)], sampled), cache
@@ -237,11 +243,12 @@ def speculate(
 
     Raises ValueError for an unknown mode and where sizes do not fit the model or the cache.
     """
-    if mode not in ("coupled", "rejection"):
-        raise ValueError(f'mode must be "coupled" or "rejection", got {mode!r}')
+    if mode not in get_args(Mode):
+        raise ValueError(f"mode must be one of {', '.join(get_args(Mode))}, got {mode!r}")
     b = cache.slots
     rows = b * (size + 1) if rows is None else rows
     _check_rows(cache, cfg, size, rows)
+    check_sampling(sampling, b)
     drafts, confidence = jnp.zeros((b, 0), jnp.int32), jnp.zeros((b, 0), jnp.float32)
     scheduled, logits = jnp.zeros((b,), jnp.int32), None
     if size:
@@ -250,12 +257,14 @@ def speculate(
         )
         drafts, confidence = made.tokens, made.confidence
         logits = made.logits if mode == "rejection" else None
-        wanted = schedule.lengths(confidence, running.active, _room(running.active, rows))
-        useful = jnp.minimum(wanted, running.left - 1)  # the round's last token is not a draft
-        scheduled = fitting(useful, running.active, size, rows)
-    sampled, cache = verify(
+        # The last token of a round is no draft: with one left nothing could come of drafts.
+        most = jnp.where(running.active, jnp.clip(running.left - 1, 0, size), -1)
+        room = _room(running.active, rows)
+        wanted = schedule.lengths(confidence, jnp.maximum(most, 0), room)
+        scheduled = fitting(wanted, most, rows)
+    sampled, cache = _verify(
         params, tables, running.tokens, drafts, scheduled, running.active, cache, sampling, cfg,
-        numerics, rows=rows, draft_logits=logits,
+        numerics, rows, logits,
     )  # fmt: skip
     right = samplers.accepted(sampled.token, drafts, scheduled)
     emitted, running, count = _commit(running, sampled.token, right)

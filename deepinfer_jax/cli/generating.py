@@ -13,11 +13,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from deepinfer_jax.cli import profiling
 from deepinfer_jax.cli.compiled import use_compilation_cache
 from deepinfer_jax.cli.device import require_device
 from deepinfer_jax.cli.progress import Progress
 from deepinfer_jax.cli.refusal import Refused
+from deepinfer_jax.cli.speculation import add_option, check_option, policy_of
 
 if TYPE_CHECKING:
     from deepinfer_jax.cli.records import Lines
@@ -74,7 +74,7 @@ def add_command(commands: Any) -> None:
         "wait for an earlier one are written when the run ends, also by Ctrl-C",
     )
     add("--batch-size", type=int, metavar="N", help="most prompts in work at once, default 8")
-    profiling.add_option(add)
+    add_option(add)
 
 
 def _add_options(add: Any) -> None:
@@ -104,7 +104,7 @@ def run(args: argparse.Namespace) -> int:
     from deepinfer_jax.cli import records
 
     _check_files(args)
-    profiling.check_option(args.speculative)
+    check_option(args.speculative)
     prompts, places = _prompts(args)
     try:
         requests = _requests(args, prompts, places)
@@ -121,17 +121,17 @@ def run(args: argparse.Namespace) -> int:
         use_compilation_cache()
         try:
             model = loading.load(args.model, max_length=args.max_length)
-            policy = profiling.policy_of(args.speculative, model)
-            policy.start(batching.slots_for(len(requests), args.batch_size), batching.block(model))
         except (ValueError, OSError) as error:
             raise Refused(str(error)) from None
         if path:
             records.check_numerics(path, skip, model.numerics.fingerprint())
+        indices = [i for i, request in enumerate(requests) if str(request.id) not in skip]
+        slots = batching.slots_for(max(len(indices), 1), args.batch_size)
+        policy = policy_of(args.speculative, model, slots)
         if len(args.prompt) == 1 and not skip:
             lines = records.Lines(out, asked, in_order=False, indices=[0]) if out else None
             _stream(model, requests[0], lines, policy)
         else:
-            indices = [i for i, request in enumerate(requests) if str(request.id) not in skip]
             lines = records.Lines(out or sys.stdout, asked, in_order=args.in_order, indices=indices)
             _many(args, model, requests, indices, lines, policy)
     finally:

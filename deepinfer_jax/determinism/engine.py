@@ -21,6 +21,8 @@ from deepinfer_jax.determinism.reference import Reference, Setup
 from deepinfer_jax.determinism.schedules import Pair
 from deepinfer_jax.determinism.serving import MANY, SLOTS
 from deepinfer_jax.numerics import Numerics
+from deepinfer_jax.planning import OFF, Fill
+from deepinfer_jax.planning.policies import Memory, Move
 from deepinfer_jax.requests import Request, Result
 from deepinfer_jax.sampling import Sampled, Sampling
 from deepinfer_jax.tables import Tables
@@ -46,13 +48,35 @@ def in_scan(
     return sampled, cache
 
 
+@dataclasses.dataclass(frozen=True)
+class _Filled:
+    """A policy that verifies two drafts for every slot, the best ones of all."""
+
+    block: int
+
+    def start(self, slots: int, block: int) -> Memory:
+        return Memory(slots, block)
+
+    def move(self, memory: Memory, running: int) -> Move:
+        fill = Fill(np.ones(self.block, np.float32))
+        return Move(self.block, (1 + min(2, self.block)) * memory.slots, fill)
+
+    def learn(self, memory: Memory, move: Move, confidence: np.ndarray, most: np.ndarray) -> Memory:
+        return memory
+
+
 def engine(setup: Setup) -> Iterator[Pair]:
-    """`generate` with five slots for many requests that end at different times, in two orders."""
+    """`generate` with five slots for many requests that end at different times, in two orders.
+
+    The second order is drafted for, where the model has a drafter: calls with room for some drafts,
+    which go to whichever requests are most sure of theirs.
+    """
     rng = setup.rng("engine")
-    for eager in (False, True):
+    block = setup.model.cfg.most_drafts
+    for policy, eager in ((OFF, False), (_Filled(block) if block else OFF, True)):
         numbers = rng.permutation(np.tile(np.arange(len(setup.references)), 2)).tolist()
         requests = [_shortened(setup.references[n].request, rng) for n in numbers]
-        for update in Batch(setup.model, requests, BATCH, eager=eager).run():
+        for update in Batch(setup.model, requests, BATCH, eager=eager, policy=policy).run():
             if update.result is not None:
                 reference = setup.references[numbers[update.index]]
                 yield _reply(reference, update.result, setup.model.cfg.eos_token_id)

@@ -24,7 +24,7 @@ _score = jax.jit(parallel.score, static_argnames=("cfg", "numerics", "mesh"))
 def speculation(setup: Setup) -> Iterator[Pair]:
     """All requests at once in verified rounds, as many drafts of each as a schedule says."""
     model, references = setup.model, setup.references
-    size = model.cfg.dspark_block_size if model.cfg.num_nextn_predict_layers else 0
+    size = model.cfg.most_drafts
     prompts = np.zeros((len(references), LONGEST_PROMPT), np.int32)
     for row, reference in zip(prompts, references, strict=True):
         row[: reference.prompt] = reference.request.tokens

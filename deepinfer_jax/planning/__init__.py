@@ -36,12 +36,13 @@ from deepinfer_jax.planning.cost_table import (
     MissingCostTable,
     curve_for,
     load_table,
+    merged,
     save_table,
 )
 from deepinfer_jax.planning.estimators import residual, sampler_ms, slope
 from deepinfer_jax.planning.plan import Plan, distribute, plan, plan_greedy
 from deepinfer_jax.planning.policies import OFF, Fixed, Planner, Policy, Threshold
-from deepinfer_jax.planning.schedules import Confident, Fill, Lengths
+from deepinfer_jax.planning.schedules import Confident, Fill, Lengths, Schedule
 from deepinfer_jax.planning.threshold import TauRamp, tau_for, threshold
 
 __all__ = [
@@ -62,6 +63,7 @@ __all__ = [
     "Planner",
     "Policy",
     "Reliability",
+    "Schedule",
     "TauRamp",
     "Threshold",
     "check_requests",
@@ -72,6 +74,7 @@ __all__ = [
     "load_table",
     "load_temperatures",
     "make_cost",
+    "merged",
     "monotone",
     "plan",
     "plan_greedy",

@@ -1,6 +1,11 @@
-"""From the confidence head's logits to survivals. Legend: D drafts, any leading dimensions."""
+"""From the confidence head's logits to survivals. Legend: D drafts, any leading dimensions.
+
+Both functions answer on the side they are asked on: arrays of NumPy for arrays of NumPy.
+"""
 
 from __future__ import annotations
+
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,33 +18,35 @@ LOGIT_LIMIT = 60.0
 LOWEST_TEMPERATURE = 1e-5
 
 
-def probabilities(logits: Array, temperatures: Array) -> jax.Array:
+def probabilities(logits: Array, temperatures: Array) -> Any:
     """Probability that a draft is accepted, given that all before it were: float32 [..., D].
 
     Args:
         logits: [..., D] of the confidence head, any float type.
         temperatures: [D], one per draft (`fit_temperatures`); ones leave the head as trained.
     """
-    z = jnp.asarray(logits, jnp.float32)
-    heat = jnp.maximum(jnp.asarray(temperatures, jnp.float32), LOWEST_TEMPERATURE)
+    xp = jnp if isinstance(logits, jax.Array) else np  # the host's arrays stay on the host
+    z = xp.asarray(logits, np.float32)
+    heat = xp.maximum(xp.asarray(temperatures, np.float32), np.float32(LOWEST_TEMPERATURE))
     if heat.shape != z.shape[-1:]:
         raise ValueError(
             f"temperatures needs one entry per draft: expected shape {z.shape[-1:]} for logits of "
             f"shape {z.shape}, got {heat.shape}"
         )
-    z = z / jnp.broadcast_to(heat, z.shape)
-    return jax.nn.sigmoid(jnp.clip(z, -LOGIT_LIMIT, LOGIT_LIMIT))
+    z = xp.clip(z / xp.broadcast_to(heat, z.shape), -LOGIT_LIMIT, LOGIT_LIMIT)
+    return 1 / (1 + xp.exp(-z))
 
 
-def survival(probabilities: Array) -> jax.Array:
+def survival(probabilities: Array) -> Any:
     """Probability that a draft and all before it are accepted: [..., D] float32, falling along D.
 
     A product in float32 from left to right (engine spec 2.5): a host that multiplies in this order
     has the same bits, and so the same plan.
     """
-    p = jnp.asarray(probabilities, jnp.float32)
+    xp = jnp if isinstance(probabilities, jax.Array) else np
+    p = xp.asarray(probabilities, np.float32)
     running, columns = None, []
     for draft in range(p.shape[-1]):
         running = p[..., draft] if running is None else running * p[..., draft]
         columns.append(running)
-    return jnp.stack(columns, axis=-1) if columns else p
+    return xp.stack(columns, axis=-1) if columns else p

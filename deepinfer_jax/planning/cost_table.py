@@ -93,8 +93,19 @@ def curve_for(table: CostTable, slots: int) -> Curve:
     known = ", ".join(str(curve.slots) for curve in table.curves)
     raise MissingCostTable(
         f"no step times for {slots} slots, only for {known}; run `deepinfer-jax profile --slots "
-        f"{slots}` to measure them, or take another batch size"
+        f"{slots}` for this model to add them"
     )
+
+
+def merged(table: CostTable, other: CostTable) -> CostTable:
+    """The curves of both, those of `table` where both have them.
+
+    Raises ForeignCostTable where they are not of the same model, hardware and numerics.
+    """
+    wanted = {name: getattr(table, name) for name in ("model", "hardware", "numerics")}
+    _check_same(other, wanted, "the other table")
+    curves = {curve.slots: curve for curve in (*other.curves, *table.curves)}
+    return dataclasses.replace(table, curves=tuple(curves[n] for n in sorted(curves)))
 
 
 def save_table(path: str | Path, table: CostTable) -> None:
@@ -120,6 +131,13 @@ def load_table(path: str | Path, *, model: str, hardware: str, numerics: str) ->
         BrokenCostTable: it is not JSON, lacks a field or holds a value that is no time.
         ForeignCostTable: it was measured with something else; the message says with what.
     """
+    table = read_table(path)
+    _check_same(table, {"model": model, "hardware": hardware, "numerics": numerics}, str(path))
+    return table
+
+
+def read_table(path: str | Path) -> CostTable:
+    """The table at `path`, whatever it was measured with; errors as `load_table`."""
     path = Path(path)
     try:
         text = path.read_text(encoding="utf-8")
@@ -128,18 +146,19 @@ def load_table(path: str | Path, *, model: str, hardware: str, numerics: str) ->
     except UnicodeDecodeError as error:
         raise BrokenCostTable(f"{path} is no cost table ({error}); {REMEDY}") from error
     try:
-        table = _parse(json.loads(text))
+        return _parse(json.loads(text))
     except (ValueError, TypeError) as error:
         raise BrokenCostTable(f"{path} is no cost table ({error}); {REMEDY}") from error
-    wanted = {"model": model, "hardware": hardware, "numerics": numerics}
+
+
+def _check_same(table: CostTable, wanted: dict[str, str], where: str) -> None:
     other = [
         f"{name} {getattr(table, name)!r} instead of {value!r}"
         for name, value in wanted.items()
         if getattr(table, name) != value
     ]
     if other:
-        raise ForeignCostTable(f"{path} was measured with {', '.join(other)}; {REMEDY}")
-    return table
+        raise ForeignCostTable(f"{where} was measured with {', '.join(other)}; {REMEDY}")
 
 
 def _parse(value: Any) -> CostTable:

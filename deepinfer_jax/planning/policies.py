@@ -1,94 +1,73 @@
-"""Policies: how a run of the engine uses its drafter. Host side; nothing here holds an array.
+"""Policies: how a run of the engine uses its drafter. They live on the host.
 
-A policy is a frozen value. Before the engine goes to the device for some rounds it asks `move`, and
-afterwards it tells `learn` what the drafter's confidences were; what a policy remembers is a value
-too. No policy can change a token. Legend: B slots, N drafts made in a round, D block of the
-drafter.
+A policy is a frozen value. Before the engine goes to the device for some rounds (a look) it asks
+`move`, and afterwards it tells `learn` what the drafter's confidences were; what a policy remembers
+is a value too. No policy can change a token: drafts are accepted when they are what the model says
+anyway. Legend: B slots, N drafts made in a round.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from typing import Any, Literal, Protocol, get_args
+from typing import Protocol
 
-import jax
 import numpy as np
 
-from deepinfer_jax.planning.cost import make_cost
+from deepinfer_jax.planning.confidence import probabilities, survival
 from deepinfer_jax.planning.cost_table import CostTable, Curve, curve_for
-from deepinfer_jax.planning.plan import plan
-from deepinfer_jax.planning.schedules import Confident, Fill, Lengths
+from deepinfer_jax.planning.schedules import Confident, Fill, Lengths, Schedule, useful
 from deepinfer_jax.planning.threshold import TauRamp, tau_for
 
-# How drafts are judged: "coupled" gives the bits of decoding without drafts, "rejection" only its
-# distribution (module `rejection`).
-Mode = Literal["coupled", "rejection"]
-
-# Calls without drafts before the drafter is asked again: few at first, more while it stays useless.
-FIRST_PATIENCE, LAST_PATIENCE = 4, 64
-PLANNED_ROUNDS = 16  # planned together; fewer are padded, so that one program serves
-
-_plan = jax.jit(plan)
+LOOK_ROUNDS = 4  # rounds that tell whether the drafter is worth asking
+# Rounds without drafts before it is asked again: few at first, more while it stays useless.
+FIRST_PATIENCE, LAST_PATIENCE = 64, 1024
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Move:
-    """How to run the next rounds: drafts made, rows of a verification, which drafts are verified
-    (`rounds.Schedule`), how they are judged, and the most rounds, None for as many as the engine
-    likes.
+    """How to run the next rounds: drafts made, rows of a verification, which drafts are verified,
+    and the most rounds, None for as many as the engine likes.
     """
 
     size: int
     rows: int
-    schedule: Any
-    mode: Mode = "coupled"
+    schedule: Schedule
     rounds: int | None = None
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Memory:
-    """What a policy knows between moves: slots and block; `survivals` [rounds, B, N] as learnt
-    last; calls without drafts since, and how many until it looks again.
+    """What a policy knows between moves.
+
+    slots, block  of the run: B, and the most drafts of a round
+    survivals     [rounds, B, N] of the latest rounds with drafts, 0 where nothing could come of one
+    plain         rounds without drafts since then
+    patience      how many of those until it looks again
     """
 
     slots: int
     block: int
     survivals: np.ndarray | None = None
-    waited: int = 0
+    plain: int = 0
     patience: int = FIRST_PATIENCE
 
 
 class Policy(Protocol):
-    """See the module. `temperatures`: of the confidence head, one per draft made."""
-
-    @property
-    def temperatures(self) -> tuple[float, ...]: ...
+    """See the module."""
 
     def start(self, slots: int, block: int) -> Memory:
-        """What is known at first. Raises ValueError for a model or batch it is not made for."""
+        """What is known at first. Raises ValueError or FileNotFoundError where the policy is not
+        made for this model (`block` 0: it has no drafter) or number of slots.
+        """
         ...
 
     def move(self, memory: Memory, running: int) -> Move:
         """The next rounds of `running` requests."""
         ...
 
-    def learn(self, memory: Memory, move: Move, survivals: np.ndarray) -> Memory:
-        """Memory after `move`, whose rounds showed `survivals` [rounds, B, N], 0 where inactive."""
+    def learn(self, memory: Memory, move: Move, confidence: np.ndarray, most: np.ndarray) -> Memory:
+        """Memory after `move`: confidence [rounds, B, N] raw, most [rounds, B] as in a schedule."""
         ...
-
-
-def _check_mode(mode: str) -> None:
-    if mode not in get_args(Mode):
-        raise ValueError(f"mode must be one of {', '.join(get_args(Mode))}, got {mode!r}")
-
-
-def _check_temperatures(temperatures: tuple[float, ...], block: int) -> None:
-    if len(temperatures) != block:
-        raise ValueError(
-            f"temperatures must be {block} numbers for this model, one for each draft of its "
-            f"block, got {len(temperatures)}"
-        )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -96,32 +75,25 @@ class Fixed:
     """Make `count` drafts in every round and verify them all; 0 decodes one by one."""
 
     count: int
-    mode: Mode = "coupled"
 
     def __post_init__(self) -> None:
-        _check_mode(self.mode)
         if isinstance(self.count, bool) or not isinstance(self.count, int) or self.count < 0:
             raise ValueError(f"count must be an integer of at least 0, got {self.count!r}")
-
-    @property
-    def temperatures(self) -> tuple[float, ...]:
-        """Ones: no confidence is looked at."""
-        return (1.0,) * self.count
 
     def start(self, slots: int, block: int) -> Memory:
         """Raises ValueError where the model's block is smaller."""
         if self.count > block:
             raise ValueError(
-                f"count must be at most {block} for this model (its block), got {self.count}"
+                f"count must be at most {block} for this model (its block of drafts), "
+                f"got {self.count}"
             )
         return Memory(slots, block)
 
     def move(self, memory: Memory, running: int) -> Move:
         """Always the same."""
-        every = Lengths(np.int32(self.count))
-        return Move(self.count, memory.slots * (self.count + 1), every, self.mode)
+        return Move(self.count, memory.slots * (self.count + 1), Lengths(np.int32(self.count)))
 
-    def learn(self, memory: Memory, move: Move, survivals: np.ndarray) -> Memory:
+    def learn(self, memory: Memory, move: Move, confidence: np.ndarray, most: np.ndarray) -> Memory:
         """Nothing to learn."""
         return memory
 
@@ -133,29 +105,30 @@ OFF = Fixed(0)
 class Threshold:
     """Verify leading drafts that are accepted with probability `tau` or more; it may rise with the
     number of running requests (`TauRamp`). `temperatures`: one per draft, from calibration.
+
+    A call has room for every draft, since how many are verified is known on the device only: a
+    threshold spares experts and memory traffic, less time than a smaller call (`Planner`) would.
     """
 
     tau: float | TauRamp
     temperatures: tuple[float, ...]
-    mode: Mode = "coupled"
 
     def __post_init__(self) -> None:
-        _check_mode(self.mode)
         if not isinstance(self.tau, TauRamp) and not 0 <= self.tau <= 1:
             raise ValueError(f"tau must lie in [0, 1] or be a TauRamp, got {self.tau!r}")
 
     def start(self, slots: int, block: int) -> Memory:
         """Raises ValueError where `temperatures` is not of this model."""
-        _check_temperatures(self.temperatures, block)
+        _check_drafter(self.temperatures, block)
         return Memory(slots, block)
 
     def move(self, memory: Memory, running: int) -> Move:
-        """Room for every draft: how many are verified is known on the device only."""
+        """The whole block, cut on the device."""
         tau = tau_for(self.tau, running) if isinstance(self.tau, TauRamp) else self.tau
         schedule = Confident(np.float32(tau), np.asarray(self.temperatures, np.float32))
-        return Move(memory.block, memory.slots * (memory.block + 1), schedule, self.mode)
+        return Move(memory.block, memory.slots * (memory.block + 1), schedule)
 
-    def learn(self, memory: Memory, move: Move, survivals: np.ndarray) -> Memory:
+    def learn(self, memory: Memory, move: Move, confidence: np.ndarray, most: np.ndarray) -> Memory:
         """Nothing to learn."""
         return memory
 
@@ -165,68 +138,81 @@ class Planner:
     """Choose the size of a verification that gives the most tokens in the measured time, or no
     drafts at all; the rows are then filled with the drafts most likely to survive.
 
-    Sizes come from earlier rounds and the filling from this one (engine spec 2.5), so it may serve
-    rejection sampling too. `table`: from `deepinfer-jax profile`; `temperatures`: one per draft.
+    Sizes come from earlier rounds and the filling from this one (engine spec 2.5). `table`: from
+    `deepinfer-jax profile`; `temperatures`: one per draft, from calibration.
     """
 
     table: CostTable
     temperatures: tuple[float, ...]
-    mode: Mode = "coupled"
-
-    def __post_init__(self) -> None:
-        _check_mode(self.mode)
 
     def start(self, slots: int, block: int) -> Memory:
-        """Raises MissingCostTable or ValueError where the table or temperatures are of others."""
-        curve_for(self.table, slots)
-        _check_temperatures(self.temperatures, block)
+        """Raises MissingCostTable or ValueError where table or temperatures are of others."""
+        _check_drafter(self.temperatures, block)
+        rows = curve_for(self.table, slots).rows
+        if rows[0] < slots or rows[-1] > slots * (block + 1):
+            raise ValueError(
+                f"the step times for {slots} slots must be of {slots} to {slots * (block + 1)} "
+                f"rows for this model, got {list(rows)}; run `deepinfer-jax profile` again"
+            )
         return Memory(slots, block)
 
     def move(self, memory: Memory, running: int) -> Move:
-        """The best size; a look at the drafter (one round) when it has long not been asked."""
-        schedule = Fill(np.asarray(self.temperatures, np.float32))
+        """The best size; a look at the drafter when it has long not been asked."""
+        fill = Fill(np.asarray(self.temperatures, np.float32))
+        look = Move(memory.block, memory.slots, fill, LOOK_ROUNDS)
         if memory.survivals is None:
-            return Move(memory.block, memory.slots, schedule, self.mode, rounds=1)
-        curve = curve_for(self.table, memory.slots)
-        rows = best_rows(memory.survivals, curve)
+            return look
+        rows = best_rows(memory.survivals, curve_for(self.table, memory.slots))
         if rows is not None:
-            return Move(memory.block, rows, schedule, self.mode)
-        if memory.waited >= memory.patience:
-            return Move(memory.block, memory.slots, schedule, self.mode, rounds=1)
+            return Move(memory.block, rows, fill)
+        if memory.plain >= memory.patience:
+            return look
         return Move(0, memory.slots, Lengths(np.int32(0)))
 
-    def learn(self, memory: Memory, move: Move, survivals: np.ndarray) -> Memory:
-        """Remember the confidences of these rounds, or that there were none."""
+    def learn(self, memory: Memory, move: Move, confidence: np.ndarray, most: np.ndarray) -> Memory:
+        """Remember these rounds, with earlier ones where they are few; or that there were none."""
         if not move.size:
-            return dataclasses.replace(memory, waited=memory.waited + 1)
-        useless = memory.waited >= memory.patience
-        patience = min(2 * memory.patience, LAST_PATIENCE) if useless else FIRST_PATIENCE
-        return dataclasses.replace(memory, survivals=survivals, waited=0, patience=patience)
+            return dataclasses.replace(memory, plain=memory.plain + len(most))
+        heat = np.asarray(self.temperatures, np.float32)
+        seen = useful(survival(probabilities(confidence, heat)), most)
+        if memory.survivals is not None and not memory.plain:
+            earlier = max(LOOK_ROUNDS - len(seen), 0)
+            seen = np.concatenate([memory.survivals[::-1][:earlier][::-1], seen])
+        useless = memory.plain >= memory.patience
+        patience = min(2 * memory.patience, LAST_PATIENCE) if useless else memory.patience
+        if best_rows(seen, curve_for(self.table, memory.slots)) is not None:
+            patience = FIRST_PATIENCE
+        return dataclasses.replace(memory, survivals=seen, plain=0, patience=patience)
 
 
 def best_rows(survivals: np.ndarray, curve: Curve) -> int | None:
-    """The size of a verification that `plan` would have liked best in past rounds, all of one size.
+    """The verification size that would have given the most tokens per millisecond in past rounds.
 
-    survivals [rounds, B, N], 0 where a slot took no part. None where decoding without drafts gives
-    as many tokens per millisecond. The rounds are planned as one, of as many times the rows and the
-    time, so that chance in a single round does not decide.
+    survivals [rounds, B, N], 0 where nothing could come of a draft. None where decoding without
+    drafts gives as many; the fewest rows on ties. Each round is filled as `Fill` would, so that for
+    a single round and a curve of these sizes this is what `plan` says. Times count as not falling
+    with the rows, nor below those without drafts: where they were measured so, that was noise.
     """
     rounds, _, n = survivals.shape
-    padded = max(PLANNED_ROUNDS, 1 << (rounds - 1).bit_length())
-    alive = np.pad(survivals, ((0, padded - rounds), (0, 0), (0, 0))).reshape(-1, n)
-    active = alive[:, 0] > 0
-    sizes = [rounds * rows for rows in curve.rows]
-    cost = make_cost(sizes, [rounds * ms for ms in curve.ms])
-    with _on_the_host():
-        best = jax.device_get(_plan(alive, alive, active, cost))
-    if best.objective <= np.count_nonzero(active) / (rounds * curve.plain_ms):
-        return None
-    return next(rows for rows, size in zip(curve.rows, sizes, strict=True) if size >= best.rows)
+    queue = -np.sort(-survivals.reshape(rounds, -1), axis=1)
+    gained = np.pad(np.cumsum(queue, axis=1, dtype=np.float64), ((0, 0), (1, 0)))
+    active = np.count_nonzero(survivals[:, :, 0] > 0, axis=1) if n else np.zeros(rounds, np.int64)
+    times = np.maximum.accumulate((curve.plain_ms, *curve.ms))[1:].tolist()
+    best, most = None, float(np.add.reduce(active)) / curve.plain_ms
+    for rows, ms in zip(curve.rows, times, strict=True):
+        room = np.clip(rows - active, 0, queue.shape[1])
+        tokens = np.take_along_axis(gained, room[:, None], axis=1)[:, 0] + active
+        rate = float(np.add.reduce(tokens)) / ms
+        if rate > most:
+            best, most = rows, rate
+    return best
 
 
-def _on_the_host() -> contextlib.AbstractContextManager:
-    """The addition of survivals is a long chain of tiny steps, which an accelerator is bad at."""
-    try:
-        return jax.default_device(jax.local_devices(backend="cpu")[0])
-    except RuntimeError:  # this process was told to have no CPU device
-        return contextlib.nullcontext()
+def _check_drafter(temperatures: tuple[float, ...], block: int) -> None:
+    if not block:
+        raise ValueError("this model has no drafter: take planning.OFF")
+    if len(temperatures) != block:
+        raise ValueError(
+            f"temperatures must be {block} numbers for this model, one for each draft of its "
+            f"block, got {len(temperatures)}"
+        )

@@ -110,7 +110,7 @@ def _check(
             f"prompts and replies reach {longest} tokens, the tables have {known} positions: cut "
             "the prompts, lower `new` or make longer tables"
         )
-    most = cfg.dspark_block_size if cfg.num_nextn_predict_layers else 0
+    most = cfg.most_drafts
     if not 0 <= size <= most:
         raise ValueError(
             f"size (drafts of a round) must lie in 0..{most} for this model, got {size}"

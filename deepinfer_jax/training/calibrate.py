@@ -1,14 +1,16 @@
 """Fits the temperatures of a drafter's confidence head on the model's own replies.
 
-A block is drafted after every token of replies to held-out prompts, as if a round began there;
-every second reply fits the temperatures (`planning.fit_temperatures`), the others say how well they hold.
-`python -m deepinfer_jax.training.calibrate FOLDER [--count N] [--temperature T]` writes them into
-the folder of the model, where `load` finds them.
+A block is drafted after every token of replies to held-out prompts, as if a round began there.
+Every second reply fits the temperatures (`planning.fit_temperatures`), the others say how well
+they hold; where they hold no better than none, that is said, and nothing is written. `python -m
+deepinfer_jax.training.calibrate FOLDER [--count N] [--temperature T]` writes them into the folder
+of the model, where `load` finds them.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import pathlib
 from collections.abc import Sequence
 
@@ -23,14 +25,16 @@ from deepinfer_jax.training.evaluate import SEED, Reply, drafted, replies
 REPORT_SEED = 1  # offset of the evaluation's: examples of their own
 
 
-def rounds_of(model: Model, made: Sequence[Reply], greedy: bool) -> tuple[np.ndarray, np.ndarray]:
+def rounds_of(
+    model: Model, made: Sequence[Reply], temperature: float
+) -> tuple[np.ndarray, np.ndarray]:
     """Raw confidences [N, D] and accepted drafts [N] of a round after every token of the replies.
 
     Rounds that the end of a reply would cut short are left out: their last drafts have no label.
     """
     size = model.cfg.dspark_block_size
     confidence, right = [], []
-    for row, drafts, logits in drafted(model, made, greedy):
+    for row, drafts, logits in drafted(model, made, temperature):
         tokens = np.array(row.prompt + row.reply)
         anchors = np.arange(len(row.prompt), len(tokens) - size)
         following = tokens[anchors[:, None] + 1 + np.arange(size)]
@@ -62,16 +66,19 @@ def main() -> None:
         for example in corpus.heldout(task, given.count, SEED + REPORT_SEED)
     ]
     made = replies(model, examples, given.temperature)
-    fit, check = (
-        rounds_of(model, made[part::2], given.temperature == 0) for part in (0, 1)
-    )  # fmt: skip
+    fit, check = (rounds_of(model, made[part::2], given.temperature) for part in (0, 1))
     found = planning.fit_temperatures(*fit)
-    planning.save_temperatures(given.folder / TEMPERATURES_FILE, found)
-    ones = np.ones_like(found.temperatures)
+    before = errors(*check, np.ones_like(found.temperatures))
+    after = errors(*check, found.temperatures)
     print(f"{len(fit[1])} rounds to fit, {len(check[1])} to check")
     print("temperatures", found.temperatures.round(3).tolist())
-    print("error before", np.round(errors(*check, ones), 4).tolist())
-    print("error after ", np.round(errors(*check, found.temperatures), 4).tolist())
+    print("error of the others' survivals before", np.round(before, 4).tolist())
+    print("                               after ", np.round(after, 4).tolist())
+    if max(after) < max(before):
+        kept = dataclasses.replace(found, before=np.array(before), after=np.array(after))
+        planning.save_temperatures(given.folder / TEMPERATURES_FILE, kept)
+    else:
+        print("the head is as well calibrated without temperatures; nothing was written")
 
 
 if __name__ == "__main__":

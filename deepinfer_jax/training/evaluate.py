@@ -25,7 +25,8 @@ from deepinfer_jax import rows as row_sets
 from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.loading import Model
 from deepinfer_jax.model import draft, forward
-from deepinfer_jax.numerics import Numerics, logsumexp
+from deepinfer_jax.numerics import Numerics
+from deepinfer_jax.sampling import Sampling
 from deepinfer_jax.training import corpus, dataset
 
 SPAN = 512  # tokens a sequence may have
@@ -115,26 +116,25 @@ class Acceptance:
     tokens: float
 
 
-@functools.partial(jax.jit, static_argnames=("cfg", "numerics", "greedy"))
+@functools.partial(jax.jit, static_argnames=("cfg", "numerics"))
 def drafts_everywhere(
-    params: Any, tables: Any, tokens: jax.Array, lengths: jax.Array, seeds: jax.Array,
-    cfg: ModelConfig, numerics: Numerics, greedy: bool,
+    params: Any, tables: Any, tokens: jax.Array, lengths: jax.Array, options: Sampling,
+    cfg: ModelConfig, numerics: Numerics,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """Drafts and raw confidences [B, S, N] of every anchor in tokens [B, S], by the engine's step.
 
-    The context ring is as long as the sequences, so one cache serves every anchor.
+    `options` of the B sequences: what they were sampled with. The context ring is as long as the
+    sequences, so one cache serves every anchor.
     """
     batch, length = tokens.shape
     rows = row_sets.batch_rows(tokens, lengths)
     hidden, _ = forward.forward(params, tables, rows, None, cfg, numerics, length=length)
     cache = caches.init_cache(cfg, numerics, batch, length, slack=length)
     cache = draft.store_context(params, tables, hidden, cache, cfg, numerics)
-    noise = jnp.repeat(seeds, length, axis=0)
+    each = jax.tree.map(lambda x: jnp.repeat(x, length, axis=0), options)
 
     def pick(logits: jax.Array, index: jax.Array) -> jax.Array:
-        if greedy:
-            return sampling.first_largest(logits)
-        return sampling.choose(logits - logsumexp(logits)[:, None], noise, index)
+        return sampling.sample(logits, each, index).token
 
     made = draft.draft(
         params, tables, cache, rows.slots, rows.positions, rows.tokens, pick, cfg, numerics
@@ -159,27 +159,29 @@ def accepted_counts(tokens: Sequence[int], first: int, drafts: np.ndarray) -> di
 
 
 def drafted(
-    model: Model, made: Sequence[Reply], greedy: bool
+    model: Model, made: Sequence[Reply], temperature: float
 ) -> Iterator[tuple[Reply, np.ndarray, np.ndarray]]:
-    """Every reply with the drafts and confidences [S, N] after each of its tokens, prompt first."""
+    """Every reply with the drafts and confidences [S, N] after each of its tokens, prompt first.
+
+    `temperature` is the replies': the drafter draws as the model did.
+    """
     for start in range(0, len(made), TOGETHER):
         group = made[start : start + TOGETHER]
         tokens, lengths = _padded([r.prompt + r.reply for r in group])
         seeds = [r.seed for r in group] + [0] * (TOGETHER - len(group))
-        words = sampling.seed_words(seeds, TOGETHER)
+        options = jax.device_put(sampling.make_sampling(TOGETHER, temperature, seeds=seeds))
         found = drafts_everywhere(
-            model.params, model.tables, tokens, lengths, words, model.cfg, model.numerics,
-            greedy=greedy,
-        )  # fmt: skip
+            model.params, model.tables, tokens, lengths, options, model.cfg, model.numerics
+        )
         yield from zip(group, *map(np.asarray, found), strict=False)
 
 
-def acceptance(model: Model, made: Sequence[Reply], greedy: bool) -> Acceptance:
+def acceptance(model: Model, made: Sequence[Reply], temperature: float) -> Acceptance:
     """Acceptance over replies: rounds from the first token of each, the block size drafted."""
     size = model.cfg.dspark_block_size
     counts: list[int] = []
     emitted = 0
-    for row, drafts, _ in drafted(model, made, greedy):
+    for row, drafts, _ in drafted(model, made, temperature):
         counts += accepted_counts(row.prompt + row.reply, len(row.prompt), drafts).values()
         emitted += len(row.reply) - 1
     survival = tuple(float(np.mean(np.array(counts) > k)) for k in range(size))
@@ -204,8 +206,8 @@ def evaluate(model: Model, count: int, seed: int = SEED) -> dict[str, Any]:
     mixed = [next(iter(corpus.examples(seed + i, "heldout"))) for i in range(count)]
     report["accuracy"] = accuracy
     report["bits_per_byte"] = {**bits, "all": bits_per_byte(model, mixed)}
-    for name, made in (("greedy", greedy), ("temperature 1", drawn)):
-        result = acceptance(model, made, greedy=name == "greedy")
+    for name, made, heat in (("greedy", greedy, 0.0), ("temperature 1", drawn, 1.0)):
+        result = acceptance(model, made, heat)
         report[name] = dataclasses.asdict(result)
         print(f"{name}: {result.tokens:.2f} tokens per verification, {result.survival}", flush=True)
     return report

@@ -1,0 +1,80 @@
+"""The option `--speculative`: which policy of the drafter a command runs with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from deepinfer_jax.cli.compiled import cache_folder
+from deepinfer_jax.cli.refusal import Refused
+
+if TYPE_CHECKING:
+    from deepinfer_jax.loading import Model
+    from deepinfer_jax.planning.policies import Policy
+
+
+def add_option(add: Any) -> None:
+    """Declare `--speculative`."""
+    add(
+        "--speculative",
+        default="off",
+        metavar="HOW",
+        help="use the model's drafter: a number of drafts; threshold:P verifies drafts accepted "
+        "with probability P or more; planner[:FILE] decides by times that `deepinfer-jax profile` "
+        "measured; off (default). Changes the speed, no token and no bit",
+    )
+
+
+def check_option(how: str) -> None:
+    """Raise Refused unless `how` is one of the forms, before anything is loaded."""
+    kind, _, rest = how.partition(":")
+    if kind in ("off", "planner") and (kind == "planner" or not rest):
+        return
+    if kind.isdecimal() and kind.isascii() and not rest:
+        return
+    try:
+        if kind == "threshold" and 0 <= float(rest) <= 1:
+            return
+    except ValueError:
+        pass
+    raise Refused(
+        "--speculative must be off, a number of drafts, threshold:P with P in [0, 1], or "
+        f"planner[:FILE], got {how!r}"
+    )
+
+
+def policy_of(how: str, model: Model, slots: int) -> Policy:
+    """The policy that `--speculative` names, for a run of `slots` slots.
+
+    Raises Refused where it does not fit the model or the slots.
+    """
+    from deepinfer_jax import profiling
+    from deepinfer_jax.planning import load_table, policies
+
+    kind, _, rest = how.partition(":")
+    heat = model.confidence_temperatures
+    try:
+        if kind == "threshold":
+            policy = policies.Threshold(float(rest), heat)
+        elif kind == "planner":
+            table = load_table(
+                Path(rest) if rest else table_file(model),
+                model=profiling.model_fingerprint(model),
+                hardware=profiling.hardware(),
+                numerics=model.numerics.fingerprint(),
+            )
+            policy = policies.Planner(table, heat)
+        else:
+            policy = policies.OFF if kind == "off" else policies.Fixed(int(kind))
+        policy.start(slots, model.cfg.most_drafts)
+    except (ValueError, OSError) as error:
+        raise Refused(f"--speculative {how}: {error}") from None
+    return policy
+
+
+def table_file(model: Model) -> Path:
+    """Where the step times of a model are kept unless a file is named."""
+    from deepinfer_jax import profiling
+
+    name = f"{profiling.model_fingerprint(model)}-{model.numerics.fingerprint()}.json"
+    return cache_folder() / "step-times" / name
