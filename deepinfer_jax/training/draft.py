@@ -27,7 +27,7 @@ from deepinfer_jax.training import dataset, pretrain
 
 CROSS_ENTROPY, DISTANCE, CONFIDENCE = 0.1, 0.9, 1.0  # weights of the three losses
 FADE = 4.0  # row k weighs exp(-k / FADE)
-KEPT = 16  # most probable ids whose acceptance is computed exactly
+KEPT = 16  # most probable ids that `acceptance_label` tells apart
 
 
 @jax.tree_util.register_dataclass
