@@ -1,6 +1,6 @@
 """What a GPU must do: give every row its own bits, agree with the recorded numbers, run the model.
 
-Run on a machine with one: `pytest -q -m gpu`. Everything here compiles kernels for the device at
+Run on a machine with one: `pytest -m gpu -n 8 --dist=worksteal`. Everything here compiles kernels for the device at
 hand; their values and gradients are tested in an interpreter too (test_pallas.py).
 """
 
