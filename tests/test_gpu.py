@@ -1,7 +1,8 @@
 """What a GPU must do: give every row its own bits, agree with the recorded numbers, run the model.
 
-Run on a machine with one: `pytest -m gpu -n 8 --dist=worksteal`. Everything here compiles kernels for the device at
-hand; their values and gradients are tested in an interpreter too (test_pallas.py).
+Run on a machine with one: `pytest -m gpu -n 8 --dist=worksteal`. Everything here compiles kernels
+for the device at hand; their values and gradients are tested in an interpreter too
+(test_pallas.py).
 """
 
 from __future__ import annotations

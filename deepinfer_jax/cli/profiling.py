@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 from deepinfer_jax.cli.compiled import use_compilation_cache
 from deepinfer_jax.cli.device import require_device
 from deepinfer_jax.cli.refusal import Refused
-from deepinfer_jax.cli.speculation import table_file
+from deepinfer_jax.cli.speculation import measured_with, table_file
 
 if TYPE_CHECKING:
+    from deepinfer_jax.loading import Model
     from deepinfer_jax.planning import CostTable
 
 _DESCRIPTION = """\
@@ -51,10 +52,7 @@ def run(args: argparse.Namespace) -> int:
         model = loading.load(args.model)
         path = args.out or table_file(model)
         path.parent.mkdir(parents=True, exist_ok=True)
-        known = _known(path)
-        if known is None:
-            with path.open("a"):  # what cannot be written is found out before measuring
-                pass
+        known = _known(path, model)
         table = profiling.measure(model, args.slots, lambda text: print(text, file=sys.stderr))
         save_table(path, table if known is None else merged(table, known))
     except (ValueError, OSError) as error:
@@ -63,8 +61,12 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _known(path: Path) -> CostTable | None:
-    """The table that is there already; its other numbers of slots are kept."""
-    from deepinfer_jax.planning.cost_table import read_table
+def _known(path: Path, model: Model) -> CostTable | None:
+    """The table that is there already, to which this one is added; that of another is refused."""
+    from deepinfer_jax.planning import load_table
 
-    return read_table(path) if path.exists() and path.stat().st_size else None
+    if path.exists():
+        return load_table(path, **measured_with(model))
+    path.touch()  # what cannot be written is found out before measuring
+    path.unlink()
+    return None

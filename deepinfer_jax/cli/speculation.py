@@ -48,7 +48,6 @@ def policy_of(how: str, model: Model, slots: int) -> Policy:
 
     Raises Refused where it does not fit the model or the slots.
     """
-    from deepinfer_jax import profiling
     from deepinfer_jax.planning import load_table, policies
 
     kind, _, rest = how.partition(":")
@@ -57,12 +56,8 @@ def policy_of(how: str, model: Model, slots: int) -> Policy:
         if kind == "threshold":
             policy = policies.Threshold(float(rest), heat)
         elif kind == "planner":
-            table = load_table(
-                Path(rest) if rest else table_file(model),
-                model=profiling.model_fingerprint(model),
-                hardware=profiling.hardware(),
-                numerics=model.numerics.fingerprint(),
-            )
+            path = Path(rest) if rest else table_file(model)
+            table = load_table(path, **measured_with(model))
             policy = policies.Planner(table, heat)
         else:
             policy = policies.OFF if kind == "off" else policies.Fixed(int(kind))
@@ -70,6 +65,17 @@ def policy_of(how: str, model: Model, slots: int) -> Policy:
     except (ValueError, OSError) as error:
         raise Refused(f"--speculative {how}: {error}") from None
     return policy
+
+
+def measured_with(model: Model) -> dict[str, str]:
+    """What a table of step times must be of to be used here."""
+    from deepinfer_jax import profiling
+
+    return {
+        "model": profiling.model_fingerprint(model),
+        "hardware": profiling.hardware(),
+        "numerics": model.numerics.fingerprint(),
+    }
 
 
 def table_file(model: Model) -> Path:

@@ -37,6 +37,7 @@ from deepinfer_jax.planning.cost_table import (
     curve_for,
     load_table,
     merged,
+    read_table,
     save_table,
 )
 from deepinfer_jax.planning.estimators import residual, sampler_ms, slope
@@ -80,6 +81,7 @@ __all__ = [
     "plan_greedy",
     "plot_reliability",
     "probabilities",
+    "read_table",
     "reliability",
     "residual",
     "sampler_ms",
