@@ -57,7 +57,7 @@ def sources() -> tuple[dict, Tensors, np.ndarray]:
 def model(dtype: str, rows: Form = "tiled") -> Model:
     """The model of `sources` in the shipped numerics ("bfloat16") or in "float32".
 
-    Tiles have 8, 16 or 32 rows, so that calls of one tile and of several are in use. Its
+    The numerics switch to long tiles at 16 rows, so that both tile heights are in use. Its
     tokenizer is the shipped one, which has more ids than the model.
     """
     config, tensors, token_map = sources()
@@ -66,7 +66,7 @@ def model(dtype: str, rows: Form = "tiled") -> Model:
         params = checkpoint.load_params(folder)
         cfg = ModelConfig.from_json(folder)
     start = {"float32": Numerics.fp32(), "bfloat16": Numerics.native()}[dtype]
-    numerics = dataclasses.replace(start, long_row_tile=32, rows=rows)
+    numerics = dataclasses.replace(start, long_rows=16, rows=rows)
     made = tables.make_tables(cfg, token_map, POSITIONS)
     tokenizer = load_tokenizer(resources.model_folder("spark-tiny"))
     return Model("every-role", cfg, numerics, params, made, tokenizer)

@@ -11,7 +11,7 @@ import pytest
 FOLDER = Path(__file__).parents[1] / "notebooks"
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("path", sorted(FOLDER.glob("*.py")), ids=lambda path: path.stem)
 def test_a_notebook_runs(path):
     """In percent format a notebook is a program; plots are drawn and thrown away."""

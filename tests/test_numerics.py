@@ -155,24 +155,19 @@ def test_a_plain_product_would_be_caught(monkeypatch):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("n", "k"), [(24, 20480 // 8), (96, 512), (7, 192), (1, 336), (640, 64)])
-def test_tiles_of_every_height_agree(dtype, n, k):
-    """Every height in use gives one row the same bits (model sizes and narrow outputs)."""
+def test_short_and_long_tiles_agree(dtype, n, k):
+    """The two heights in use give one row the same bits (model sizes and narrow outputs).
+
+    Not so any height of any product: with few columns and a short sum the compiler takes another
+    loop from some number of rows on.
+    """
     x, w = as_dtype(normal(1, 64, k), dtype), as_dtype(normal(2, n, k), dtype)
-    dot = jax.jit(nx.dot, static_argnums=2)
-    heights = (
+    short, long = (
         dataclasses.replace(numerics_of(dtype), row_tile=tile, long_row_tile=tile)
-        for tile in (8, 16, 32, 64)
+        for tile in (8, 32)
     )
-    short, *longer = (bits(dot(x, w, numerics)) for numerics in heights)
-    for each in longer:
-        np.testing.assert_array_equal(each, short)
-
-
-def test_tiles_grow_with_the_rows():
-    numerics = Numerics()
-    counts = (1, 8, 9, 16, 17, 33, 64, 65, 1000)
-    assert [numerics.tile(n) for n in counts] == [8, 8, 16, 16, 32, 64, 64, 64, 64]
-    assert numerics.tile(0.3) == 8
+    dot = jax.jit(nx.dot, static_argnums=2)
+    np.testing.assert_array_equal(bits(dot(x, w, short)), bits(dot(x, w, long)))
 
 
 # -- values ----------------------------------------------------------------------------------------
@@ -379,7 +374,7 @@ def test_gradients_are_those_of_plain_jnp(rows):
     ("field", "value"),
     [
         ("dtype", "float16"), ("rows", "tilde"), ("index_rounding", "never"), ("row_tile", 1),
-        ("long_row_tile", 4), ("index_block", 0), ("row_tile", True), ("row_tile", 8.0),
+        ("long_row_tile", 0), ("index_block", 0), ("long_rows", True), ("row_tile", 8.0),
     ],
 )  # fmt: skip
 def test_settings_that_promise_nothing_are_refused(field, value):

@@ -82,7 +82,7 @@ def played(first: int) -> list[tuple[int, ...]]:
     return [tuple(each) for each in found]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_replies_have_the_distribution_of_the_model():
     """Drafts that follow drafts, judged in place, after a cut and after a rejection."""
     want = expected()

@@ -12,7 +12,7 @@ from deepinfer_jax.determinism.reference import Setup, refer
 from deepinfer_jax.determinism.schedules import Move, Pair, Table, Turn
 
 SLOTS = 64
-FEW, MANY, LONG = 8, 64, 160  # rows of the programs; LONG is more than a tile of a dot
+FEW, MANY, LONG = 8, 64, 160  # rows of the programs; LONG is beyond `Numerics.long_rows`
 TURNS = 40  # calls of a random schedule
 
 donated = feeding.compiled(donate=True)

@@ -73,7 +73,7 @@ def _tile_rows(m: int, experts: int, packed: bool, numerics: Numerics) -> int:
     if numerics.rows == "pallas":
         return schedule.tile_rows(m, experts, packed)
     if numerics.rows == "tiled":
-        return numerics.tile(m / experts)
+        return numerics.row_tile if m < 4 * numerics.long_rows else numerics.long_row_tile
     return 128 if m >= 4096 else 16
 
 

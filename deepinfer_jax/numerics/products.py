@@ -19,7 +19,7 @@ from deepinfer_jax.numerics.settings import Numerics
 def _in_tiles(f: Callable, x: jax.Array, numerics: Numerics) -> jax.Array:
     """Apply f: [tile, ...] -> [tile, ...] to any number of rows, always on whole tiles."""
     count = x.shape[0]
-    tile = numerics.tile(count)
+    tile = numerics.row_tile if count < numerics.long_rows else numerics.long_row_tile
     tiles = -(-count // tile)
     padded = jnp.pad(x, [(0, tiles * tile - count)] + [(0, 0)] * (x.ndim - 1))
     parts = padded.reshape(tiles, tile, *x.shape[1:])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import math
 from typing import Literal, get_args
 
 Form = Literal["tiled", "pallas", "batched", "dense"]
@@ -36,8 +35,7 @@ class Numerics:
     rows                  "tiled": the invariant forms of a CPU; "pallas": those of an NVIDIA GPU;
                           "batched": plain XLA, no promise; "dense": the same, for calls without a
                           cache whose rows are sequences of equal length
-    row_tile              fewest rows of a dot on a CPU, and `long_row_tile` most: tiles double in
-                          between with the rows there are; every height gives a row the same bits
+    row_tile              rows per dot below `long_rows` rows, and `long_row_tile` from there on
     index_block           index keys scored at once
     interpret             run "pallas" in an interpreter: slow, for tests without a GPU
     """
@@ -48,7 +46,8 @@ class Numerics:
     index_rounding: Literal["once", "reference"] = "once"
     rows: Form = "tiled"
     row_tile: int = 8
-    long_row_tile: int = 64
+    long_row_tile: int = 32
+    long_rows: int = 128
     index_block: int = 512
     interpret: bool = False
 
@@ -64,7 +63,7 @@ class Numerics:
                     f"{name} must be one of {', '.join(values)}, got {getattr(self, name)!r}"
                 )
         # A tile of one row would take another path through the compiler than two.
-        least = {"row_tile": 2, "long_row_tile": self.row_tile, "index_block": 1}
+        least = {"row_tile": 2, "long_row_tile": 2, "long_rows": 1, "index_block": 1}
         for name, low in least.items():
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < low:
@@ -89,11 +88,6 @@ class Numerics:
     def fp32_kvq(cls, rows: Form = "tiled") -> Numerics:
         """`fp32` with the KV and index quantizers kept."""
         return cls(dtype="float32", quantize_activations=False, quantize_kv=True, rows=rows)
-
-    def tile(self, rows: float) -> int:
-        """Height of the tiles of a dot on a CPU, for about this many rows."""
-        return min(max(1 << max(math.ceil(rows) - 1, 0).bit_length(), self.row_tile),
-                   self.long_row_tile)  # fmt: skip
 
     def fingerprint(self) -> str:
         """Twelve hex digits naming these settings; equal settings on one chip give equal bits."""

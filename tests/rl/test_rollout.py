@@ -105,7 +105,7 @@ SCHEDULES = st.lists(
 ).map(lambda rounds: np.array(rounds, np.int32))  # fmt: skip
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @given(scheduled=SCHEDULES, seed=st.sampled_from(SEEDS))
 @settings(max_examples=20)
 def test_no_schedule_of_drafts_changes_a_bit(scheduled, seed):
