@@ -269,15 +269,8 @@ def check_cache(m: Model, cache: caches.Cache, state: Any) -> None:
 _PHASES = (Phase.explicit, Phase.generate)
 
 
-@pytest.mark.slow
-@given(case=cases())
-@settings(max_examples=1, phases=_PHASES)
-def test_random_models(tmp_path_factory, case):
-    compare(*case, tmp_path_factory.mktemp("model"))
-
-
 @pytest.mark.exhaustive
 @given(case=cases())
-@settings(max_examples=10, phases=_PHASES)
-def test_more_random_models(tmp_path_factory, case):
+@settings(max_examples=12, phases=_PHASES)
+def test_random_models(tmp_path_factory, case):
     compare(*case, tmp_path_factory.mktemp("model"))

@@ -63,6 +63,7 @@ def test_rows_do_not_see_each_other():
         np.testing.assert_array_equal(bits(got), bits(more[name][:3]), err_msg=name)
 
 
+@pytest.mark.exhaustive
 def test_gradients_are_those_of_the_forms_of_a_cpu():
     x, names = normal(11, 5, primitives.WIDTH), ("square", "groups", "experts", "keys", "gain")
     w = {n: primitives.shared("float32")[n] for n in (*names, "sink")}
@@ -149,6 +150,7 @@ def test_parts_divide_k(k, n):
         assert count == 1
 
 
+@pytest.mark.exhaustive
 def test_experts_come_from_the_whole_stack():
     weight = stored("fp4_group", 2, 3, 40, 96)
     x = jnp.asarray(normal(4, 64, 96)).astype(jnp.bfloat16)

@@ -10,6 +10,7 @@ from tests.invariance import setups
 # The default run is in bfloat16 and leaves these out: they share no program with another test, or
 # vary what test_schedules draws at random. The exhaustive run has them and everything in float32.
 ALONE = {
+    "batch",
     "chunks",
     "devices",
     "donation",

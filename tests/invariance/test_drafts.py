@@ -41,7 +41,7 @@ def test_drafts_do_not_depend_on_rejected_tokens_or_neighbours(dtype):
             assert not equality.unequal(left, right).any(), (name, number)
 
 
-@pytest.mark.parametrize("dtype", setups.DTYPES)
+@pytest.mark.parametrize("dtype", setups.TWINS)
 @pytest.mark.parametrize("rows", [VERIFY, VERIFY + 3])
 def test_rejecting_more_rows_than_the_slack_loses_state(dtype, rows):
     """At the cache's slack nothing is lost. Three rows more and every ring has been overrun."""

@@ -60,7 +60,7 @@ def test_any_schedule_gives_the_bits_of_one_token_at_a_time(dtype, schedule, slo
     assert not differences(playing.finish(19))
 
 
-@pytest.mark.parametrize("dtype", setups.DTYPES)
+@pytest.mark.parametrize("dtype", setups.TWINS)
 @given(
     schedule=st.lists(turns(), min_size=1, max_size=6),
     rest=st.lists(turns(), min_size=1, max_size=6),

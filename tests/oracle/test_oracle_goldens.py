@@ -204,7 +204,10 @@ def test_short_prompts_continue_like_long_ones():
         assert difference(exact.golden[f"short{length}.logits"], logits) < CLOSE
 
 
-@pytest.mark.parametrize(("folder", "stop"), [("micro-bf16", None), ("mini", 256)])
+@pytest.mark.parametrize(
+    ("folder", "stop"),
+    [("micro-bf16", None), pytest.param("mini", 256, marks=pytest.mark.exhaustive)],
+)
 def test_quantized_kv(folder: str, stop: int | None):
     quantized = case(folder, "fp32_kvq", stop)
     golden, end = quantized.golden, len(quantized.runs[0].records)

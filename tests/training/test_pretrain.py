@@ -62,7 +62,7 @@ def _gradients(weights, tables):
     )
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("quick_compile")
 def test_loss_falls_and_every_leaf_of_the_stage_learns():
     rules = optimizer.kinds(CONFIG, "backbone")
