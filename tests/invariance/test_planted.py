@@ -25,10 +25,7 @@ SERVING = ("token", "raw", "processed", "kept", "scored", "routed", "output", "e
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=[] if name == "score" else [pytest.mark.exhaustive])
-        for name in SEEN_IN_PLAIN_FORM
-    ],
+    [pytest.param(name, marks=pytest.mark.exhaustive) for name in SEEN_IN_PLAIN_FORM],
 )
 def test_the_plain_form_is_caught(name):
     finding = determinism.run_check(CHECKS[name], setups.batched())

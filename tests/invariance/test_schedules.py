@@ -51,7 +51,7 @@ SLOTS = st.permutations(range(SEQUENCES + 2)).map(lambda order: order[:SEQUENCES
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", setups.DTYPES)
+@pytest.mark.parametrize("dtype", setups.TWINS)
 @given(schedule=st.lists(turns(), min_size=1, max_size=12), slots=SLOTS)
 @settings(max_examples=20)
 def test_any_schedule_gives_the_bits_of_one_token_at_a_time(dtype, schedule, slots):
