@@ -24,7 +24,7 @@ from speculation import prompts
 
 import deepinfer_jax as di
 from deepinfer_jax import planning, profiling
-from deepinfer_jax.planning.policies import Memory, Move
+from deepinfer_jax.planning.policies import Memory, Move, Policy
 
 OPTIONS = ({"temperature": 0.0}, {"temperature": 0.7}, {"temperature": 1.0},
            {"temperature": 1.0, "top_p": 0.9})  # fmt: skip
@@ -41,14 +41,10 @@ def requests(count: int, new: int) -> list[dict[str, Any]]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Drawn:
+class Drawn(Policy):
     """Lengths of every slot drawn anew at every look, cut to fewer rows than they ask for."""
 
     seed: int
-
-    def start(self, slots: int, block: int) -> Memory:
-        """What a policy of its own would check here."""
-        return Memory(slots, block)
 
     def move(self, memory: Memory, running: int) -> Move:
         """A few rounds of it."""

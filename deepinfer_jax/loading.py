@@ -106,12 +106,8 @@ def load(
 
 def _temperatures(folder: Path, cfg: ModelConfig) -> tuple[float, ...]:
     """Of the file that `planning.save_temperatures` writes, if the folder has one."""
-    if not cfg.num_nextn_predict_layers:
-        return ()
-    path = folder / TEMPERATURES_FILE
-    if not path.exists():
-        return (1.0,) * cfg.dspark_block_size
-    return load_temperatures(path, cfg.dspark_block_size)
+    path, drafts = folder / TEMPERATURES_FILE, cfg.most_drafts
+    return load_temperatures(path, drafts) if drafts and path.exists() else (1.0,) * drafts
 
 
 def surroundings() -> startup.Surroundings:

@@ -78,7 +78,7 @@ def measure(
 
     Raises ValueError for a model without drafter or numbers of slots that are none.
     """
-    if not model.cfg.num_nextn_predict_layers:
+    if not model.cfg.most_drafts:
         raise ValueError("this model has no draft layers: there is nothing to plan")
     wanted = sorted(set(slots))
     if not wanted or any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in wanted):
@@ -95,7 +95,7 @@ def measure(
 
 def _curve(model: Model, slots: int, note: Callable[[str], None]) -> Curve:
     cache = _filled(model, slots)
-    block = model.cfg.dspark_block_size
+    block = model.cfg.most_drafts
     rows = row_sizes(slots, block)
     note(f"{slots} slots: compiling {1 + len(rows)} programs")
     every = [(0, slots), *((block, count) for count in rows)]
@@ -132,7 +132,7 @@ def _options(slots: int) -> sampling.Sampling:
 
 def _arguments(model: Model, cache: Cache, size: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """What the engine calls its program with, statics left out."""
-    slots, block = cache.slots, model.cfg.dspark_block_size
+    slots, block = cache.slots, model.cfg.most_drafts
     running = rounds.Running(
         tokens=jnp.zeros((slots,), jnp.int32),
         active=jnp.ones((slots,), bool),

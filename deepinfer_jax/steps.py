@@ -73,7 +73,8 @@ def prefill(
 def check_sampling(sampling: Sampling, count: int) -> None:
     """Raise ValueError unless `sampling` has `count` rows.
 
-    One row of parameters for each sequence: a single one would be broadcast, noise and all."""
+    One row of parameters for each sequence: a single one would be broadcast, noise and all.
+    """
     given = sampling.seed.shape[0]
     if given != count:
         raise ValueError(

@@ -1,9 +1,12 @@
 """Switches of the whole suite; they are set before any test touches a JAX device."""
 
 import collections
+import json
 import shutil
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import jax
@@ -79,6 +82,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("gpu") and jax.default_backend() != "gpu":
         pytest.skip(f"needs a CUDA device, the default backend is {jax.default_backend()}")
+
+
+@pytest.fixture(scope="session")
+def recorded(golden_root: Path) -> Callable[[str], Any]:
+    """Reads a JSON file of recorded vectors, "folder/name.json"; skips where there is none."""
+
+    def load(name: str) -> Any:
+        path = golden_root / name
+        if not path.is_file():
+            pytest.skip(f"{golden_root} has no {name}")
+        return json.loads(path.read_text("utf-8"))
+
+    return load
 
 
 @pytest.fixture(scope="session")

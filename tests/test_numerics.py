@@ -158,8 +158,8 @@ def test_a_plain_product_would_be_caught(monkeypatch):
 def test_short_and_long_tiles_agree(dtype, n, k):
     """The two heights in use give one row the same bits (model sizes and narrow outputs).
 
-    Not so any height of any product: with few columns and a short sum the compiler takes another
-    loop from some number of rows on.
+    Not so any height of any product: of short sums the compiler makes another loop from some number
+    of rows on.
     """
     x, w = as_dtype(normal(1, 64, k), dtype), as_dtype(normal(2, n, k), dtype)
     short, long = (

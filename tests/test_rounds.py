@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import deepinfer_jax as di
 from deepinfer_jax import planning, rounds
 from deepinfer_jax.batching import Batch
-from deepinfer_jax.planning.policies import Memory, Move
+from deepinfer_jax.planning.policies import Memory, Move, Policy
 from deepinfer_jax.prompts import make_requests
 from deepinfer_jax.requests import Options
 from tests import tiny_model
@@ -73,13 +73,10 @@ def plain() -> list[di.Result]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Drawn:
+class Drawn(Policy):
     """A policy that repeats given moves: lengths of each slot, or None for no drafts."""
 
     moves: tuple[tuple[int, ...] | None, ...]
-
-    def start(self, slots: int, block: int) -> Memory:
-        return Memory(slots, block)
 
     def move(self, memory: Memory, running: int) -> Move:
         lengths = self.moves[memory.plain % len(self.moves)]

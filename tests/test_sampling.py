@@ -1,6 +1,5 @@
 """Sampling: recorded vectors, bits that depend on the row only, survivors, log-probs, errors."""
 
-import json
 
 import hypothesis
 import hypothesis.strategies as st
@@ -34,17 +33,6 @@ ROWS, VOCABULARY = 40, 300
 # -- recorded vectors -----------------------------------------------------------------------------
 
 
-@pytest.fixture
-def recorded(golden_root):
-    def load(name):
-        path = golden_root / "engine_misc" / name
-        if not path.is_file():
-            pytest.skip(f"{golden_root} has no engine_misc/{name}")
-        return json.loads(path.read_text())
-
-    return load
-
-
 def stacked(rows, fill):
     """Ragged rows as one float32 array; padding must not matter, so it is part of the check."""
     width = max(len(row) for row in rows)
@@ -52,7 +40,7 @@ def stacked(rows, fill):
 
 
 def test_recorded_noise(recorded):
-    for case in recorded("counter_noise.json")["bits"]:
+    for case in recorded("engine_misc/counter_noise.json")["bits"]:
         seed = sampling.seed_words([int(case["seed"])], 1)
         names = seed, np.array([case["index"]], np.int32), np.array(case["token_ids"], np.int32)
         w0, w1 = WORDS(*names, case["stream"])
@@ -65,7 +53,7 @@ def test_recorded_noise(recorded):
 
 
 def test_recorded_samples(recorded):
-    cases = recorded("counter_noise.json")["samples"]
+    cases = recorded("engine_misc/counter_noise.json")["samples"]
     limits = {k: [c[k] for c in cases] for k in ("temperature", "top_p", "top_k")}
     seeds = [int(c["seed"]) for c in cases]
     params = sampling.make_sampling(len(cases), **limits, seeds=seeds)
@@ -81,7 +69,7 @@ def test_recorded_samples(recorded):
 
 
 def test_recorded_truncation(recorded):
-    cases = recorded("truncation.json")["cases"]
+    cases = recorded("engine_misc/truncation.json")["cases"]
     logits = stacked([c["logits"] for c in cases], -np.inf)
     limits = {k: [c[k] for c in cases] for k in ("top_p", "top_k")}
     for case, row in zip(cases, log_probabilities(logits, **limits), strict=True):
@@ -91,7 +79,7 @@ def test_recorded_truncation(recorded):
 
 
 def test_recorded_acceptance_probability(recorded):
-    cases = recorded("coupled_acceptance.json")["cases"]
+    cases = recorded("engine_misc/coupled_acceptance.json")["cases"]
     p, q = (stacked([c[name] for c in cases], 0) for name in "pq")
     got = np.asarray(ACCEPTANCE(p, q))
     np.testing.assert_allclose(got, [c["coupled_acceptance"] for c in cases], atol=1e-6)

@@ -22,7 +22,7 @@ from deepinfer_jax.determinism.schedules import Pair
 from deepinfer_jax.determinism.serving import MANY, SLOTS
 from deepinfer_jax.numerics import Numerics
 from deepinfer_jax.planning import OFF, Fill
-from deepinfer_jax.planning.policies import Memory, Move
+from deepinfer_jax.planning.policies import Memory, Move, Policy
 from deepinfer_jax.requests import Request, Result
 from deepinfer_jax.sampling import Sampled, Sampling
 from deepinfer_jax.tables import Tables
@@ -49,20 +49,14 @@ def in_scan(
 
 
 @dataclasses.dataclass(frozen=True)
-class _Filled:
+class _Filled(Policy):
     """A policy that verifies two drafts for every slot, the best ones of all."""
 
     block: int
 
-    def start(self, slots: int, block: int) -> Memory:
-        return Memory(slots, block)
-
     def move(self, memory: Memory, running: int) -> Move:
         fill = Fill(np.ones(self.block, np.float32))
         return Move(self.block, (1 + min(2, self.block)) * memory.slots, fill)
-
-    def learn(self, memory: Memory, move: Move, confidence: np.ndarray, most: np.ndarray) -> Memory:
-        return memory
 
 
 def engine(setup: Setup) -> Iterator[Pair]:

@@ -8,8 +8,8 @@ anyway. Legend: B slots, N drafts made in a round.
 
 from __future__ import annotations
 
+import abc
 import dataclasses
-from typing import Protocol
 
 import numpy as np
 
@@ -41,6 +41,7 @@ class Memory:
 
     slots, block  of the run: B, and the most drafts of a round
     survivals     [rounds, B, N] of the latest rounds with drafts, 0 where nothing could come of one
+    rows          the best size of a verification for those; None: drafts are not worth it
     plain         rounds without drafts since then
     patience      how many of those until it looks again
     """
@@ -48,30 +49,31 @@ class Memory:
     slots: int
     block: int
     survivals: np.ndarray | None = None
+    rows: int | None = None
     plain: int = 0
     patience: int = FIRST_PATIENCE
 
 
-class Policy(Protocol):
-    """See the module."""
+class Policy(abc.ABC):
+    """See the module. A policy that remembers and refuses nothing only needs `move`."""
 
     def start(self, slots: int, block: int) -> Memory:
         """What is known at first. Raises ValueError or FileNotFoundError where the policy is not
         made for this model (`block` 0: it has no drafter) or number of slots.
         """
-        ...
+        return Memory(slots, block)
 
+    @abc.abstractmethod
     def move(self, memory: Memory, running: int) -> Move:
         """The next rounds of `running` requests."""
-        ...
 
     def learn(self, memory: Memory, move: Move, confidence: np.ndarray, most: np.ndarray) -> Memory:
         """Memory after `move`: confidence [rounds, B, N] raw, most [rounds, B] as in a schedule."""
-        ...
+        return memory
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Fixed:
+@dataclasses.dataclass(frozen=True)
+class Fixed(Policy):
     """Make `count` drafts in every round and verify them all; 0 decodes one by one."""
 
     count: int
@@ -93,21 +95,17 @@ class Fixed:
         """Always the same."""
         return Move(self.count, memory.slots * (self.count + 1), Lengths(np.int32(self.count)))
 
-    def learn(self, memory: Memory, move: Move, confidence: np.ndarray, most: np.ndarray) -> Memory:
-        """Nothing to learn."""
-        return memory
-
 
 OFF = Fixed(0)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Threshold:
+@dataclasses.dataclass(frozen=True)
+class Threshold(Policy):
     """Verify leading drafts that are accepted with probability `tau` or more; it may rise with the
     number of running requests (`TauRamp`). `temperatures`: one per draft, from calibration.
 
-    A call has room for every draft, since how many are verified is known on the device only: a
-    threshold spares experts and memory traffic, less time than a smaller call (`Planner`) would.
+    A call has room for every draft, since how many are verified is known on the device only: it
+    saves less than a smaller call would (`Planner`).
     """
 
     tau: float | TauRamp
@@ -128,13 +126,9 @@ class Threshold:
         schedule = Confident(np.float32(tau), np.asarray(self.temperatures, np.float32))
         return Move(memory.block, memory.slots * (memory.block + 1), schedule)
 
-    def learn(self, memory: Memory, move: Move, confidence: np.ndarray, most: np.ndarray) -> Memory:
-        """Nothing to learn."""
-        return memory
 
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Planner:
+@dataclasses.dataclass(frozen=True)
+class Planner(Policy):
     """Choose the size of a verification that gives the most tokens in the measured time, or no
     drafts at all; the rows are then filled with the drafts most likely to survive.
 
@@ -160,12 +154,9 @@ class Planner:
         """The best size; a look at the drafter when it has long not been asked."""
         fill = Fill(np.asarray(self.temperatures, np.float32))
         look = Move(memory.block, memory.slots, fill, LOOK_ROUNDS)
-        if memory.survivals is None:
-            return look
-        rows = best_rows(memory.survivals, curve_for(self.table, memory.slots))
-        if rows is not None:
-            return Move(memory.block, rows, fill)
-        if memory.plain >= memory.patience:
+        if memory.rows is not None:
+            return Move(memory.block, memory.rows, fill)
+        if memory.survivals is None or memory.plain >= memory.patience:
             return look
         return Move(0, memory.slots, Lengths(np.int32(0)))
 
@@ -178,11 +169,14 @@ class Planner:
         if memory.survivals is not None and not memory.plain:
             earlier = max(LOOK_ROUNDS - len(seen), 0)
             seen = np.concatenate([memory.survivals[::-1][:earlier][::-1], seen])
-        useless = memory.plain >= memory.patience
-        patience = min(2 * memory.patience, LAST_PATIENCE) if useless else memory.patience
-        if best_rows(seen, curve_for(self.table, memory.slots)) is not None:
+        rows = best_rows(seen, curve_for(self.table, memory.slots))
+        if rows is not None:
             patience = FIRST_PATIENCE
-        return dataclasses.replace(memory, survivals=seen, plain=0, patience=patience)
+        elif memory.plain >= memory.patience:  # it was asked again, in vain
+            patience = min(2 * memory.patience, LAST_PATIENCE)
+        else:
+            patience = memory.patience
+        return dataclasses.replace(memory, survivals=seen, rows=rows, plain=0, patience=patience)
 
 
 def best_rows(survivals: np.ndarray, curve: Curve) -> int | None:

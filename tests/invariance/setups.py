@@ -14,7 +14,7 @@ from deepinfer_jax.numerics import Numerics
 from tests import every_role, tiny_model
 
 DTYPES = ("bfloat16", "float32")
-# bfloat16 by default; float32, the sharper one, where a property is shown in it elsewhere as well.
+# The default run is in bfloat16; float32, the sharper one, is the exhaustive run's.
 TWINS = ("bfloat16", pytest.param("float32", marks=pytest.mark.exhaustive))
 TOKENS, COUNT = 22, 4  # replies, requests
 IMAGE = range(9, 16)  # in the longest prompt

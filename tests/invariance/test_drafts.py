@@ -18,9 +18,7 @@ def spoiled(setup):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.exhaustive)]
-)
+@pytest.mark.parametrize("dtype", setups.TWINS)
 def test_drafts_do_not_depend_on_rejected_tokens_or_neighbours(dtype):
     setup = setups.illustrated(dtype)
     model = setup.model

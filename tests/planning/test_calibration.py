@@ -14,7 +14,7 @@ ROUNDS, DRAFTS = 13, 3
 
 
 def test_recorded_fits(recorded):
-    for case in recorded("sts_fit.json")["cases"]:
+    for case in recorded("dspark_planner/sts_fit.json")["cases"]:
         label, expected = np.array(case["prefix_accepted"]), case["expected"]
         fit = planning.fit_temperatures(np.array(case["logits"]), label.sum(axis=1))
         np.testing.assert_array_equal(fit.temperatures, np.float32(expected["temperatures"]))

@@ -9,7 +9,7 @@ COST = planning.make_cost([2, 5, 11], [1.0, 2.0, 4.0])
 
 
 def test_recorded_sampler_times(recorded):
-    series = recorded("runtime_estimators.json")["sampler"]
+    series = recorded("dspark_planner/runtime_estimators.json")["sampler"]
     for end, expected in enumerate(series["expected"], 1):
         values = series["values"][:end]
         alone = planning.sampler_ms([(7, v) for v in values], 7)
@@ -19,7 +19,7 @@ def test_recorded_sampler_times(recorded):
 
 
 def test_recorded_slopes(recorded):
-    series = recorded("runtime_estimators.json")["slope"]
+    series = recorded("dspark_planner/runtime_estimators.json")["slope"]
     for end, expected in enumerate(series["expected"], 1):
         # the middle of two values is rounded once, here and there
         assert planning.slope(series["values"][:end]) == pytest.approx(expected, abs=1e-12)

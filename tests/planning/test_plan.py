@@ -77,7 +77,7 @@ def replay(case, dtype):
 @pytest.fixture
 def cases(recorded):
     """The recorded cases with a curve. Without one every draft is verified: no plan is made."""
-    every = recorded("plan_cost_curve.json")["cases"]
+    every = recorded("dspark_planner/plan_cost_curve.json")["cases"]
     for case in every:
         if not case["curve"]:
             full = [1 + seq["num_drafts"] for seq in case["seqs"]]
@@ -111,7 +111,7 @@ def test_recorded_plans_in_float32(cases):
 
 
 def test_recorded_distributions(recorded):
-    for case in recorded("distribute_budget.json")["cases"]:
+    for case in recorded("dspark_planner/distribute_budget.json")["cases"]:
         remap = np.array(case["remap"])
         confidence, _ = with_idle(40, np.float32(case["prev_confidence"]))
         known = np.asarray(survival_of(confidence))
@@ -123,7 +123,7 @@ def test_recorded_distributions(recorded):
 
 def test_recorded_greedy_plans(recorded):
     """Steps per second of every row count are a curve; stop early or search all of it."""
-    for case in recorded("plan_greedy.json")["cases"]:
+    for case in recorded("dspark_planner/plan_greedy.json")["cases"]:
         survival = np.cumprod(np.array(case["confidence"], np.float64), axis=1)
         rows, sps = zip(*case["sps"], strict=True)
         cost = planning.make_cost(rows, 1 / np.array(sps), dtype=np.float64)
@@ -156,7 +156,7 @@ def table_cost(case):
 
 def test_recorded_plans_from_tables_of_steps_per_second(recorded):
     """Another system's rule is this one with another curve, survivals below 1e-6 counted as 0."""
-    for case in recorded("plan_sps_table.json")["cases"]:
+    for case in recorded("dspark_planner/plan_sps_table.json")["cases"]:
         count = len(case["confidence"])
         confidence, active = with_idle(20, np.float32(case["confidence"]))
         survival = np.asarray(survival_of(confidence), np.float64)

@@ -16,7 +16,7 @@ RAMP = TauRamp((2, 8, 32), (0.1, 0.5, 0.6))
 
 
 def test_recorded_thresholds(recorded):
-    for case in recorded("plan_threshold.json")["cases"]:
+    for case in recorded("dspark_planner/plan_threshold.json")["cases"]:
         got = threshold(np.float32(case["confidence"]), np.float32(case["tau"]))
         assert got == case["expected_verified_drafts"], case["name"]
 
