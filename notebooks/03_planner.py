@@ -128,7 +128,7 @@ plt.show()
 # ## Against load
 #
 # The same six requests, over and over: more requests share a pass, each row has a price, and the
-# plan becomes choosier. On the accelerator nothing changes until its rows are no longer free.
+# plan becomes choosier. On this accelerator rows stay so cheap that every draft is worth its row.
 
 # %%
 loads = np.array([1, 2, 4, 8, 16, 32, 64])

@@ -1,6 +1,5 @@
 """Sampling: recorded vectors, bits that depend on the row only, survivors, log-probs, errors."""
 
-
 import hypothesis
 import hypothesis.strategies as st
 import jax
