@@ -23,11 +23,39 @@ from deepinfer_jax.model.block import at_layer
 from deepinfer_jax.numerics import Numerics
 from deepinfer_jax.params import Params
 from deepinfer_jax.tables import Tables
-from deepinfer_jax.training import dataset, pretrain
+from deepinfer_jax.training import coupling, pretrain
 
-CROSS_ENTROPY, DISTANCE, CONFIDENCE = 0.1, 0.9, 1.0  # weights of the three losses
-FADE = 4.0  # row k weighs exp(-k / FADE)
-KEPT = 16  # most probable ids that `acceptance_label` tells apart
+
+@dataclasses.dataclass(frozen=True)
+class Objective:
+    """What the drafter is trained for: weights of the losses, row k weighing exp(-k / fade).
+
+    cross_entropy: of the true next token. distance: of sum |p - q|, twice the total variation,
+    which rejection sampling loses. coupled: of the probability that target and draft differ under
+    shared noise, which coupled acceptance loses. confidence: of the confidence head.
+    """
+
+    cross_entropy: float = 0.1
+    distance: float = 0.9
+    coupled: float = 0.0
+    confidence: float = 1.0
+    fade: float = 4.0
+
+
+OBJECTIVES = {
+    "distance": Objective(),  # engine spec 3
+    "coupled": Objective(distance=0.0, coupled=1.8),  # as strong where p and q nearly agree
+}
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Sequences:
+    """Tokens [B, S] of lengths [B], int32; answer [B, S] bool marks what the model is to write."""
+
+    tokens: jax.Array
+    lengths: jax.Array
+    answer: jax.Array
 
 
 @jax.tree_util.register_dataclass
@@ -122,63 +150,47 @@ def forced_tokens(tokens: jax.Array, anchors: Anchors, size: int, shift: int = 0
     return jnp.take_along_axis(tokens, place, axis=1).reshape(-1, size)
 
 
-def coupled_acceptance(p: jax.Array, q: jax.Array) -> jax.Array:
-    """Probability that target p [..., V] and draft q [..., V] pick one token under shared noise.
-
-    sum_i 1 / sum_j max(p_j / p_i, q_j / q_i), engine spec 1.7(4). Needs memory for V * V; see
-    `acceptance_label` for large vocabularies.
-    """
-    tiny = jnp.float32(1e-20)
-    p_, q_ = p + tiny, q + tiny
-    worst = jnp.maximum(p_[..., None, :] / p_[..., :, None], q_[..., None, :] / q_[..., :, None])
-    each = 1 / jnp.sum(worst, axis=-1)
-    return jnp.sum(jnp.where((p > 0) & (q > 0), each, 0), axis=-1)
-
-
-def acceptance_label(p: jax.Array, q: jax.Array) -> jax.Array:
-    """`coupled_acceptance` of the most probable ids, all others lumped into one: an estimate."""
-    _, ids = lax.top_k(p + q, min(KEPT, p.shape[-1]))
-    best = [jnp.take_along_axis(x, ids, axis=-1) for x in (p, q)]
-    rest = [jnp.maximum(1 - jnp.sum(x, axis=-1, keepdims=True), 0) for x in best]
-    lumped = [jnp.concatenate([x, r], axis=-1) for x, r in zip(best, rest, strict=True)]
-    return coupled_acceptance(*lumped)
-
-
 def batch_loss(
-    values: Params, backbone: Params, tables: Tables, tokens: jax.Array, answer: jax.Array,
-    key: jax.Array, count: int, cfg: ModelConfig, numerics: Numerics,
+    values: Params, backbone: Params, tables: Tables, given: Sequences, key: jax.Array,
+    count: int, objective: Objective, cfg: ModelConfig, numerics: Numerics,
 ) -> tuple[jax.Array, Report]:  # fmt: skip
-    """Loss of the rounded draft weights `values` on sequences tokens [B, S], answer [B, S] bool."""
+    """Loss of the rounded draft weights `values` at `count` anchors of every sequence."""
     params = {**lax.stop_gradient(backbone), "draft": values}
-    batch, length = tokens.shape
-    real = jnp.count_nonzero(tokens != dataset.PAD, axis=1)
-    rows = row_sets.batch_rows(tokens, real)
+    tokens, (batch, length) = given.tokens, given.tokens.shape
+    rows = row_sets.batch_rows(tokens, given.lengths)
     hidden, _ = forward.forward(params, tables, rows, None, cfg, numerics, length=length)
     size = cfg.dspark_block_size
-    anchors = choose_anchors(key, answer, count, size)
+    anchors = choose_anchors(key, given.answer, count, size)
     made = heads(params, tables, lax.stop_gradient(hidden.taps), tokens, anchors, cfg, numerics)
     offset = jnp.arange(batch, dtype=jnp.int32)[:, None, None] * length
     place = offset + anchors.positions[..., None] + jnp.arange(size, dtype=jnp.int32)[None, None]
     output = hidden.output[jnp.minimum(place, batch * length - 1).reshape(-1)]
     target = lax.stop_gradient(head.logits(params, output, numerics)).reshape(made.logits.shape)
-    return losses(made, target, forced_tokens(tokens, anchors, size, 1), anchors.valid)
+    following = forced_tokens(tokens, anchors, size, 1)
+    return losses(made, target, following, anchors.valid, objective)
 
 
 def losses(
-    made: Heads, target: jax.Array, following: jax.Array, valid: jax.Array
+    made: Heads, target: jax.Array, following: jax.Array, valid: jax.Array, objective: Objective
 ) -> tuple[jax.Array, Report]:
     """The weighted losses of drafts against target logits [A, N, V] and true tokens [A, N]."""
     size = following.shape[1]
     valid = valid.reshape(-1, size).astype(jnp.float32)
-    weight = valid * np.exp(-np.arange(size) / FADE).astype(np.float32)[None]
+    weight = valid * np.exp(-np.arange(size) / objective.fade).astype(np.float32)[None]
     share = weight / (jnp.sum(weight) + 1e-6)
     p, q = jax.nn.softmax(target, axis=-1), jax.nn.softmax(made.logits, axis=-1)
     cross = jnp.sum(share * pretrain.token_nll(made.logits, following))
     distance = jnp.sum(share * jnp.sum(jnp.abs(p - q), axis=-1))
-    label = lax.stop_gradient(acceptance_label(p, q))
+    together = coupling.acceptance(p, q)
+    label = lax.stop_gradient(together)
     soft = jax.nn.softplus(made.confidence) - label * made.confidence
     confidence = jnp.sum(share * soft)
-    total = CROSS_ENTROPY * cross + DISTANCE * distance + CONFIDENCE * confidence
+    total = (
+        objective.cross_entropy * cross
+        + objective.distance * distance
+        + objective.coupled * jnp.sum(share * (1 - together))
+        + objective.confidence * confidence
+    )
     rows = jnp.sum(valid, axis=0) + 1e-6
     same = (jnp.argmax(target, axis=-1) == jnp.argmax(made.logits, axis=-1)).astype(jnp.float32)
     report = Report(

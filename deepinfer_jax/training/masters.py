@@ -126,7 +126,7 @@ def _through_jvp(primals, tangents):
     return _through(*primals), tangents[0]
 
 
-def stored(masters: Params, cfg: ModelConfig) -> Params:
+def stored(masters: Params, cfg: ModelConfig, part: str | None = None) -> Params:
     """The masters in the storage of the release: the tree that `params` describes."""
 
     def one(_: str, spec: Any, value: jax.Array) -> Any:
@@ -134,7 +134,7 @@ def stored(masters: Params, cfg: ModelConfig) -> Params:
             return quant.quantize(value, spec.format)
         return nx.round_to(value, spec.dtype)
 
-    return over_specs(one, cfg, masters)
+    return over_specs(one, cfg, masters, part=part)
 
 
 def save(masters: Params, folder: pathlib.Path) -> None:

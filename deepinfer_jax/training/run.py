@@ -75,17 +75,17 @@ def backbone_step(
 
 
 def draft_step(
-    state: State, backbone: Params, table: Tables, tokens: jax.Array, answer: jax.Array,
-    rate: jax.Array, cfg: ModelConfig,
+    state: State, backbone: Params, table: Tables, given: draft.Sequences, rate: jax.Array,
+    objective: draft.Objective, anchors: int, cfg: ModelConfig,
 ) -> tuple[State, draft.Report]:  # fmt: skip
-    """One step of stage 2; the state holds the draft branch alone, `backbone` the rounded rest."""
+    """One step of stage 2; the state holds the draft branch alone, `backbone` all other weights."""
     numerics = pretrain.training_numerics(cfg)
     key = jax.random.fold_in(jax.random.key(1), state.moments.count)
 
     def loss(values):
         rounded = masters.released(values, cfg, part="draft")
         return draft.batch_loss(
-            rounded, backbone, table, tokens, answer, key, ANCHORS, cfg, numerics
+            rounded, backbone, table, given, key, anchors, objective, cfg, numerics
         )
 
     grads, report = jax.grad(loss, has_aux=True)(state.values)
@@ -118,7 +118,9 @@ class Programs:
         return self._futures[name].result()
 
 
-def start_programs(cfg: ModelConfig, table: Tables, plan: Plan, stages: str) -> Programs:
+def start_programs(
+    cfg: ModelConfig, table: Tables, plan: Plan, stages: str, objective: draft.Objective
+) -> Programs:
     """Begin to compile all programs of the stages."""
     programs = Programs()
     tokens = jax.ShapeDtypeStruct((plan.rows, plan.context), jnp.int32)
@@ -133,12 +135,15 @@ def start_programs(cfg: ModelConfig, table: Tables, plan: Plan, stages: str) -> 
             programs.start(name, backbone_step, *args, static=(5,))
     if stages != "backbone":
         state = jax.eval_shape(lambda: first_state(masters.init(0, cfg), cfg, "draft"))
-        tokens = jax.ShapeDtypeStruct((plan.rows, plan.context), jnp.int32)
-        answer = jax.ShapeDtypeStruct((plan.rows, plan.context), jnp.bool_)
+        given = draft.Sequences(
+            tokens=jax.ShapeDtypeStruct((plan.rows, plan.context), jnp.int32),
+            lengths=jax.ShapeDtypeStruct((plan.rows,), jnp.int32),
+            answer=jax.ShapeDtypeStruct((plan.rows, plan.context), jnp.bool_),
+        )
         rest = {name: value for name, value in values.items() if name != "draft"}
         rate = jax.ShapeDtypeStruct((), jnp.float32)
-        args = (state, rest, table, tokens, answer, rate, cfg)
-        programs.start("draft", draft_step, *args, static=(6,))
+        args = (state, rest, table, given, rate, objective, ANCHORS, cfg)
+        programs.start("draft", draft_step, *args, static=(5, 6, 7))
     return programs
 
 
@@ -215,16 +220,20 @@ def run_draft(
     clock = Clock(tokens // (plan.rows * plan.context), until)
     with log.open("w") as lines:
         while (progress := clock.progress()) < 1:
-            rows = stream.take(plan.rows)
             rate = np.float32(optimizer.schedule(progress, DRAFT_PEAK))
-            answer = dataset.answer_mask(rows)
-            state, report = program(state, backbone, table, rows, answer, rate)
+            state, report = program(state, backbone, table, sequences(stream.take(plan.rows)), rate)
             clock.step += 1
             first = first or time.perf_counter()
             if clock.step % 20 == 0 or clock.progress() == 1:
                 facts = {"rate": float(rate), "progress": progress}
                 _write(lines, clock, first, plan.rows * plan.context, report, facts)
     return {**values, "draft": state.values}
+
+
+def sequences(rows: np.ndarray) -> draft.Sequences:
+    """Rows of the corpus [B, S] with their lengths and marks."""
+    lengths = np.count_nonzero(rows != dataset.PAD, axis=1).astype(np.int32)
+    return draft.Sequences(rows, lengths, dataset.answer_mask(rows))
 
 
 def _write(lines, clock: Clock, first: float, batch: int, report: Any, facts: dict) -> None:
@@ -269,6 +278,9 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=257_000_000, help="of both stages")
     parser.add_argument("--rows", type=int, default=64, help="sequences a step")
     parser.add_argument("--peak", type=float, default=4e-3, help="learning rate of stage 1")
+    parser.add_argument(
+        "--objective", choices=tuple(draft.OBJECTIVES), default="distance", help="of the drafter"
+    )
     parser.add_argument("--seed", type=int, default=1)
     for stage in ("backbone", "draft"):
         parser.add_argument(
@@ -286,7 +298,8 @@ def train(options: argparse.Namespace) -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     cfg, table = load_preset(options.preset)
     plan = Plan(options.tokens, options.rows, options.peak, options.seed)
-    programs = start_programs(cfg, table, plan, options.stage)
+    objective = draft.OBJECTIVES[options.objective]
+    programs = start_programs(cfg, table, plan, options.stage, objective)
     resumed = options.resume is not None
     values = masters.load(options.resume, cfg) if resumed else masters.init(plan.seed, cfg)
     with tempfile.TemporaryDirectory() as scratch:

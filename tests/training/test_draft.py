@@ -6,8 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from deepinfer_jax import cache as caches
 from deepinfer_jax import rows as row_sets
@@ -70,30 +68,3 @@ def test_anchors_stand_before_answers_and_count_an_unbroken_run():
                 np.testing.assert_array_equal(counts, np.cumprod(ahead) > 0)
     assert int(made.valid[0, :, 0].sum()) == 5
     assert int(made.valid[1, :, 0].sum()) == 2
-
-
-@settings(max_examples=25)
-@given(st.integers(0, 2**32 - 1), st.floats(0.1, 4.0))
-def test_coupled_acceptance_lies_between_its_bounds(seed, spread):
-    rng = np.random.default_rng(seed)
-    p, q = (np.exp(spread * rng.standard_normal(7)) for _ in range(2))
-    p, q = (p / p.sum()).astype(np.float32), (q / q.sum()).astype(np.float32)
-    distance = 0.5 * np.abs(p - q).sum()
-    got = float(draft.coupled_acceptance(jnp.asarray(p), jnp.asarray(q)))
-    assert (1 - distance) / (1 + distance) - 1e-5 <= got <= 1 - distance + 1e-5
-
-
-def test_acceptance_label_is_exact_where_all_ids_are_kept():
-    rng = np.random.default_rng(1)
-    p, q = (rng.dirichlet(np.ones(11), 4).astype(np.float32) for _ in range(2))
-    exact = draft.coupled_acceptance(jnp.asarray(p), jnp.asarray(q))
-    np.testing.assert_allclose(draft.acceptance_label(p, q), exact, atol=1e-5)
-
-
-def test_coupled_acceptance_is_the_rate_of_agreement_under_shared_noise():
-    rng = np.random.default_rng(2)
-    p, q = (rng.dirichlet(np.ones(5)).astype(np.float32) for _ in range(2))
-    noise = rng.gumbel(size=(40_000, 5))
-    agree = np.mean(np.argmax(np.log(p) + noise, 1) == np.argmax(np.log(q) + noise, 1))
-    got = float(draft.coupled_acceptance(jnp.asarray(p), jnp.asarray(q)))
-    assert abs(agree - got) < 4 * 0.5 / 200  # four standard errors

@@ -53,7 +53,8 @@ def test_a_run_writes_a_folder_that_loads(tmp_path, monkeypatch):
     monkeypatch.setattr(run, "Plan", functools.partial(run.Plan, context=CONTEXT))
     options = argparse.Namespace(
         preset="spark-tiny", out=tmp_path / "out", resume=None, stage="both", rows=1,
-        tokens=16 * CONTEXT, peak=3e-3, seed=1, backbone_until=np.inf, draft_until=np.inf,
+        tokens=16 * CONTEXT, peak=3e-3, seed=1, objective="coupled",
+        backbone_until=np.inf, draft_until=np.inf,
     )  # fmt: skip
     run.train(options)
     model = loading.load(options.out)
