@@ -6,6 +6,7 @@ without drafts, by reading more of the cache.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import importlib.metadata
 import os
@@ -83,46 +84,83 @@ def measure(
     wanted = sorted(set(slots))
     if not wanted or any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in wanted):
         raise ValueError(f"slots must be integers of at least 1, got {list(slots)}")
+    made = {
+        count: caches.init_cache(model.cfg, model.numerics, count, batching.SHORTEST_CAPACITY)
+        for count in wanted
+    }
+    programs = _programs(model, made, note)
     return CostTable(
         model=model_fingerprint(model),
         hardware=hardware(),
         numerics=model.numerics.fingerprint(),
         jax=jax.__version__,
         jaxlib=importlib.metadata.version("jaxlib"),
-        curves=tuple(_curve(model, count, note) for count in wanted),
+        curves=tuple(_curve(model, made[count], programs[count], note) for count in wanted),
     )
 
 
-def _curve(model: Model, slots: int, note: Callable[[str], None]) -> Curve:
-    cache = _filled(model, slots)
+@dataclasses.dataclass(frozen=True)
+class _Programs:
+    """Of one number of slots: prefill, and the rounds by (drafts made, rows verified)."""
+
+    prefill: Callable[..., Any]
+    rounds: dict[tuple[int, int], Callable[..., Any]]
+
+
+def _programs(
+    model: Model, made: dict[int, Cache], note: Callable[[str], None]
+) -> dict[int, _Programs]:
+    """Everything that is run, compiled side by side."""
     block = model.cfg.most_drafts
-    rows = row_sizes(slots, block)
-    note(f"{slots} slots: compiling {1 + len(rows)} programs")
-    every = [(0, slots), *((block, count) for count in rows)]
+    sizes = {
+        slots: [(0, slots), *((block, rows) for rows in row_sizes(slots, block))] for slots in made
+    }
+    note(f"compiling {sum(1 + len(each) for each in sizes.values())} programs")
     with ThreadPoolExecutor(cores()) as pool:
-        compiled = list(pool.map(lambda sizes: _compiled(model, cache, *sizes), every))
-    times = _round_ms(model, cache, compiled, every)
-    for (size, count), ms in zip(every, times, strict=True):
+        prefills = {slots: pool.submit(_prefill, model, cache) for slots, cache in made.items()}
+        every = {
+            slots: {size: pool.submit(_compiled, model, made[slots], *size) for size in each}
+            for slots, each in sizes.items()
+        }
+        return {
+            slots: _Programs(
+                prefills[slots].result(), {size: f.result() for size, f in every[slots].items()}
+            )
+            for slots in made
+        }
+
+
+def _curve(
+    model: Model, cache: Cache, programs: _Programs, note: Callable[[str], None]
+) -> Curve:  # fmt: skip
+    slots = cache.slots
+    times = _round_ms(model, _filled(model, cache, programs.prefill), programs.rounds)
+    for (size, count), ms in times.items():
         what = f"with {size} drafts, {count} rows verified" if size else "without drafts"
         note(f"{slots} slots: {ms:.2f} ms {what}")
-    return Curve(slots, rows, tuple(times[1:]), times[0])
+    plain, *drafted = times.values()
+    return Curve(slots, tuple(rows for size, rows in times if size), tuple(drafted), plain)
 
 
-def _filled(model: Model, slots: int) -> Cache:
-    """A cache as the engine makes it, with a prompt of random tokens in every slot."""
+def _prefill(model: Model, cache: Cache) -> Callable[..., Any]:
+    rows = batching.make_rows([], batching.PREFILL_ROWS[-1])
+    return batching.prefill_program.lower(
+        model.params, model.tables, rows, cache, _options(cache.slots), model.cfg, model.numerics
+    ).compile()
+
+
+def _filled(model: Model, cache: Cache, prefill: Callable[..., Any]) -> Cache:
+    """The cache with a prompt of random tokens in every slot; `cache` is used up."""
     rng = np.random.default_rng(0)
-    cache = caches.init_cache(model.cfg, model.numerics, slots, batching.SHORTEST_CAPACITY)
-    size, options = batching.PREFILL_ROWS[-1], _options(slots)
+    size, options = batching.PREFILL_ROWS[-1], _options(cache.slots)
     every = [
         (int(rng.integers(model.cfg.vocab_size)), slot, position)
-        for slot in range(slots)
+        for slot in range(cache.slots)
         for position in range(PROMPT)
     ]
     for start in range(0, len(every), size):
         rows = batching.make_rows(every[start : start + size], size)
-        _, cache = batching.prefill_program(
-            model.params, model.tables, rows, cache, options, model.cfg, model.numerics
-        )
+        _, cache = prefill(model.params, model.tables, rows, cache, options)
     return cache
 
 
@@ -157,19 +195,19 @@ def _compiled(model: Model, cache: Cache, size: int, rows: int) -> Callable[...,
 
 
 def _round_ms(
-    model: Model, cache: Cache, programs: Sequence[Callable[..., Any]],
-    every: Sequence[tuple[int, int]],
-) -> list[float]:  # fmt: skip
+    model: Model, cache: Cache, programs: dict[tuple[int, int], Callable[..., Any]]
+) -> dict[tuple[int, int], float]:
     """Milliseconds of one round of each program: medians of calls in turns, so that a drift of the
     machine is shared by all sizes.
     """
-    samples: list[list[float]] = [[] for _ in programs]
+    samples: dict[tuple[int, int], list[float]] = {sizes: [] for sizes in programs}
     for turn in range(REPEATS + 1):
-        for (size, _), program, found in zip(every, programs, samples, strict=True):
+        for (size, rows), program in programs.items():
             own = jax.block_until_ready(jax.tree.map(jnp.copy, cache))
             given, more = _arguments(model, own, size)
             start = time.perf_counter()
             jax.block_until_ready(program(*given, **more))
             if turn:
-                found.append(1e3 * (time.perf_counter() - start) / batching.MOST_STEPS)
-    return [statistics.median(each) for each in samples]
+                spent = time.perf_counter() - start
+                samples[size, rows].append(1e3 * spent / batching.MOST_STEPS)
+    return {sizes: statistics.median(each) for sizes, each in samples.items()}
