@@ -19,13 +19,15 @@ from deepinfer_jax.sampling import ACCEPT, DRAFT, RESIDUAL, TOKEN, Array, Sample
 _MIX = np.uint32(0x9E3779B9)  # odd, so that no two bases give a seed the same words
 
 
-def draft(logits: Array, sampling: Sampling, index: Array, base: Array) -> jax.Array:
+def draft(
+    logits: Array, sampling: Sampling, index: Array, base: Array, mask: Array | None = None
+) -> jax.Array:
     """Draft tokens [T] int32 from logits [T, V] for the absolute `index` [T].
 
     `base` [T] int32 is where the round starts: drafts of one index made in two rounds must be
-    independent, or a rejected draft would come back.
+    independent, or a rejected draft would come back. `mask` [T, V] as in `sampling.transform`.
     """
-    logp = samplers.transform(logits, sampling)
+    logp = samplers.transform(logits, sampling, mask)
     low = sampling.seed[..., 0] ^ (jnp.asarray(base).astype(jnp.uint32) * _MIX)
     seed = jnp.stack([low, jnp.asarray(sampling.seed[..., 1])], axis=-1)
     ids = jnp.arange(logp.shape[-1])
@@ -51,7 +53,7 @@ def accepts(target: Array, proposal: Array, token: Array, uniform: Array) -> jax
 
 def sample(
     logits: Array, draft_logits: Array, token: Array, verifying: Array, sampling: Sampling,
-    index: Array,
+    index: Array, mask: Array | None = None,
 ) -> Sampled:  # fmt: skip
     """The outcome of T rows: the draft where it is accepted, another token where it is not.
 
@@ -61,9 +63,10 @@ def sample(
       logits, draft_logits: [T, V] of the target and of what the draft was drawn from.
       token: [T] the draft; verifying: [T] bool, False where there is none: a draw from the target.
       sampling, index: parameters of the rows and absolute output index [T].
+      mask: [T, V] bool, what is allowed there; the drafts were drawn under it too.
     """
-    target = samplers.transform(logits, sampling)
-    proposal = samplers.transform(draft_logits, sampling)
+    target = samplers.transform(logits, sampling, mask)
+    proposal = samplers.transform(draft_logits, sampling, mask)
     words, _ = samplers.noise_words(sampling.seed, index, jnp.zeros((1,), jnp.int32), ACCEPT)
     uniform = (words[..., 0] >> 8).astype(jnp.float32) * np.float32(2.0**-24)
     kept = jnp.asarray(verifying) & accepts(target, proposal, token, uniform)
@@ -75,4 +78,4 @@ def sample(
         samplers.gumbel(sampling.seed, index, ids, TOKEN),
     )
     drawn = samplers.first_largest(other + noise)
-    return samplers.judge(logits, jnp.where(kept, token, drawn), sampling)
+    return samplers.judge(logits, jnp.where(kept, token, drawn), sampling, mask)

@@ -25,7 +25,7 @@ from deepinfer_jax.model import draft, head
 from deepinfer_jax.numerics import Numerics
 from deepinfer_jax.planning.schedules import Lengths, Schedule
 from deepinfer_jax.sampling import Sampled, Sampling
-from deepinfer_jax.steps import check_sampling, extend
+from deepinfer_jax.steps import check_mask, check_sampling, extend
 from deepinfer_jax.tables import Tables
 
 Mode = Literal["coupled", "rejection"]
@@ -113,6 +113,7 @@ def verify(
     params: Any, tables: Tables, tokens: jax.Array, drafts: jax.Array, scheduled: jax.Array,
     active: jax.Array, cache: Cache, sampling: Sampling, cfg: ModelConfig, numerics: Numerics,
     *, rows: int | None = None, draft_logits: jax.Array | None = None,
+    mask: jax.Array | None = None,
 ) -> tuple[Sampled, Cache]:  # fmt: skip
     """Feed each slot its newest token and some drafts, and choose after every one of them.
 
@@ -124,6 +125,8 @@ def verify(
       rows: rows of the call, B to B * (N + 1) (the default). Fewer rows take less time.
       draft_logits: [B, N, V] what the drafts were drawn from; given, drafts are judged by rejection
         sampling (module `rejection`) instead of by the target's own choice.
+      mask: bool, True where a token is allowed (each place needs one): [B, V], or [B, N + 1, V]
+        where entry j is of the token that follows draft j. Drafts that it forbids are not right.
 
     Returns:
       (Sampled of [B, N + 1], cache). Entry j is the token that follows draft j, right if drafts
@@ -136,17 +139,18 @@ def verify(
     rows = b * (n + 1) if rows is None else rows
     _check_rows(cache, cfg, n, rows)
     check_sampling(sampling, b)
+    check_mask(mask, b, n + 1, cfg)
     fit = fitting(scheduled, jnp.where(active, n, -1), rows)
     return _verify(
         params, tables, tokens, drafts, fit, active, cache, sampling, cfg, numerics, rows,
-        draft_logits,
+        draft_logits, mask,
     )  # fmt: skip
 
 
 def _verify(
     params: Any, tables: Tables, tokens: jax.Array, drafts: jax.Array, scheduled: jax.Array,
     active: jax.Array, cache: Cache, sampling: Sampling, cfg: ModelConfig, numerics: Numerics,
-    rows: int, draft_logits: jax.Array | None,
+    rows: int, draft_logits: jax.Array | None, mask: jax.Array | None,
 ) -> tuple[Sampled, Cache]:  # fmt: skip
     """`verify` with lengths that fit."""
     n = drafts.shape[1]
@@ -158,16 +162,24 @@ def _verify(
     hidden, cache = extend(params, tables, flat, cache, cfg, numerics)
     logits = head.logits(params, hidden.output, numerics)
     each = jax.tree.map(lambda x: jnp.asarray(x)[slot], sampling)
+    allowed = _allowed(mask, slot, offset)
     if draft_logits is None:
-        sampled = samplers.sample(logits, each, positions + 1)
+        sampled = samplers.sample(logits, each, positions + 1, allowed)
     else:
         following = jnp.minimum(offset, n - 1)
         sampled = rejection.sample(
             logits, draft_logits[slot, following], drafts[slot, following],
-            offset < scheduled[slot], each, positions + 1,
+            offset < scheduled[slot], each, positions + 1, allowed,
         )  # fmt: skip
     place = packing.first[:, None] + jnp.arange(n + 1, dtype=jnp.int32)[None, :]
     return jax.tree.map(lambda x: x[jnp.minimum(place, rows - 1)], sampled), cache
+
+
+def _allowed(mask: jax.Array | None, slot: jax.Array, offset: jax.Array) -> jax.Array | None:
+    """The mask [T, V] of tokens that follow `offset` [T] drafts of `slot` [T]."""
+    if mask is None:
+        return None
+    return mask[slot] if mask.ndim == 2 else mask[slot, offset]
 
 
 def _check_rows(cache: Cache, cfg: ModelConfig, n: int, rows: int) -> None:
@@ -209,21 +221,26 @@ def decode(
 def propose(
     params: Any, tables: Tables, running: Running, cache: Cache, sampling: Sampling,
     cfg: ModelConfig, numerics: Numerics, *, size: int, mode: Mode = "coupled",
+    mask: jax.Array | None = None,
 ) -> draft.Draft:  # fmt: skip
     """`size` drafts after each slot's newest token; it can follow a prefill as well as a round.
 
-    Coupled: drawn with the target's own noise; rejection: with noise of this round's own.
+    Coupled: drawn with the target's own noise; rejection: with noise of this round's own. `mask`
+    [B, V] or [B, size, V] bool: what a draft may be, where entry j is of draft j + 1.
     Raises ValueError for a model without draft layers and for a size beyond its block.
     """
     if not cfg.num_nextn_predict_layers:
         raise ValueError("this model has no draft layers (num_nextn_predict_layers=0): use size=0")
-    slots = jnp.where(running.active, jnp.arange(cache.slots, dtype=jnp.int32), -1)
+    check_mask(mask, cache.slots, size, cfg)
+    every = jnp.arange(cache.slots, dtype=jnp.int32)
 
     def pick(logits, position):
+        allowed = _allowed(mask, every, position - cache.lengths - 1)
         if mode == "rejection":
-            return rejection.draft(logits, sampling, position, cache.lengths)
-        return samplers.sample(logits, sampling, position).token
+            return rejection.draft(logits, sampling, position, cache.lengths, allowed)
+        return samplers.sample(logits, sampling, position, allowed).token
 
+    slots = jnp.where(running.active, every, -1)
     return draft.draft(
         params, tables, cache, slots, cache.lengths, running.tokens, pick, cfg, numerics, size
     )
@@ -232,14 +249,14 @@ def propose(
 def speculate(
     params: Any, tables: Tables, running: Running, cache: Cache, sampling: Sampling,
     schedule: Schedule, cfg: ModelConfig, numerics: Numerics, *, size: int,
-    rows: int | None = None, mode: Mode = "coupled",
+    rows: int | None = None, mode: Mode = "coupled", mask: jax.Array | None = None,
 ) -> tuple[Round, Running, Cache]:  # fmt: skip
     """One round of every active slot: draft `size` tokens, verify as many as scheduled, commit.
 
     `rows`: of the verification, as in `verify`; what the schedule asks beyond them is cut. In
     coupled mode neither these nor `schedule` change what is emitted, only how much of it at once. A
     slot stops after a stop token or when nothing is left. With `size` 0 nothing is drafted: a plain
-    decode step.
+    decode step. `mask` [B, V] bool: what a slot may say, and draft, at all.
 
     Raises ValueError for an unknown mode and where sizes do not fit the model or the cache.
     """
@@ -249,12 +266,14 @@ def speculate(
     rows = b * (size + 1) if rows is None else rows
     _check_rows(cache, cfg, size, rows)
     check_sampling(sampling, b)
+    check_mask(mask, b, None, cfg)
     drafts, confidence = jnp.zeros((b, 0), jnp.int32), jnp.zeros((b, 0), jnp.float32)
     scheduled, logits = jnp.zeros((b,), jnp.int32), None
     if size:
         made = propose(
-            params, tables, running, cache, sampling, cfg, numerics, size=size, mode=mode
-        )
+            params, tables, running, cache, sampling, cfg, numerics, size=size, mode=mode,
+            mask=mask,
+        )  # fmt: skip
         drafts, confidence = made.tokens, made.confidence
         logits = made.logits if mode == "rejection" else None
         # The last token of a round is no draft: with one left nothing could come of drafts.
@@ -264,7 +283,7 @@ def speculate(
         scheduled = fitting(wanted, most, rows)
     sampled, cache = _verify(
         params, tables, running.tokens, drafts, scheduled, running.active, cache, sampling, cfg,
-        numerics, rows, logits,
+        numerics, rows, logits, mask,
     )  # fmt: skip
     right = samplers.accepted(sampled.token, drafts, scheduled)
     emitted, running, count = _commit(running, sampled.token, right)
@@ -305,7 +324,7 @@ def decode_many(
     params: Any, tables: Tables, running: Running, cache: Cache, sampling: Sampling,
     cfg: ModelConfig, numerics: Numerics, *, steps: int, limit: jax.Array | None = None,
     leave: jax.Array | None = None, size: int = 0, rows: int | None = None,
-    schedule: Schedule | None = None, mode: Mode = "coupled",
+    schedule: Schedule | None = None, mode: Mode = "coupled", mask: jax.Array | None = None,
 ) -> tuple[Round, Running, Cache]:  # fmt: skip
     """Up to `steps` rounds without returning to the host.
 
@@ -314,7 +333,8 @@ def decode_many(
       limit: int32 scalar, fewer rounds of the same program; default `steps`.
       leave: bool scalar, return as soon as a slot stops (somebody waits for it); default False.
       size: drafts made in a round; 0, the default, decodes one by one.
-      rows, schedule, mode: of every round, as in `speculate`; the default verifies every draft.
+      rows, schedule, mode, mask: of every round, as in `speculate`; the default verifies every
+        draft.
 
     Returns (Round of [steps, ...], running, cache). Rounds that were not run emit, schedule and
     accept nothing.
@@ -327,7 +347,7 @@ def decode_many(
     def once(running: Running, cache: Cache) -> tuple[Round, Running, Cache]:
         return speculate(
             params, tables, running, cache, sampling, schedule, cfg, numerics, size=size, rows=rows,
-            mode=mode,
+            mode=mode, mask=mask,
         )  # fmt: skip
 
     def more(carry):

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from deepinfer_jax import rows as row_sets
@@ -44,12 +45,14 @@ def extend(
 def prefill(
     params: Any, tables: Tables, rows: Rows, cache: Cache, sampling: Sampling, cfg: ModelConfig,
     numerics: Numerics, *, replay: Replay = OFF, prompt_lengths: jax.Array | None = None,
+    mask: jax.Array | None = None,
 ) -> tuple[Sampled, Cache]:  # fmt: skip
     """Run prompt rows (whole prompts or chunks) and sample the next token of every slot.
 
     Args:
       rows: T rows, continuing what the cache holds of each slot.
       sampling: parameters of the B slots.
+      mask: [B, V] bool, True where the token to be sampled is allowed; default all.
 
     Returns:
       (Sampled of [B], cache). The sample of a slot is that of its last row here, to be used when
@@ -57,6 +60,7 @@ def prefill(
       becomes the end of each slot's rows.
     """
     check_sampling(sampling, cache.slots)
+    check_mask(mask, cache.slots, None, cfg)
     hidden, cache = extend(
         params, tables, rows, cache, cfg, numerics, replay=replay, prompt_lengths=prompt_lengths
     )
@@ -66,7 +70,7 @@ def prefill(
     target = jnp.where(rows.real, rows.slots, cache.slots)
     ends = jnp.zeros((cache.slots,), jnp.int32).at[target].max(rows.positions + 1, mode="drop")
     lengths = jnp.where(ends > 0, ends, cache.lengths)
-    sampled = samplers.sample(logits, sampling, ends)
+    sampled = samplers.sample(logits, sampling, ends, mask)
     return sampled, dataclasses.replace(cache, lengths=lengths)
 
 
@@ -80,6 +84,21 @@ def check_sampling(sampling: Sampling, count: int) -> None:
         raise ValueError(
             f"sampling has parameters of {given} rows for {count} sequences or slots: make one row "
             "for each, with a seed of its own (make_sampling)"
+        )
+
+
+def check_mask(
+    mask: jax.Array | np.ndarray | None, slots: int, places: int | None, cfg: ModelConfig
+) -> None:
+    """Raise ValueError unless `mask` is bool [B, V], or [B, `places`, V] where those are given."""
+    if mask is None:
+        return
+    whole, each = (slots, cfg.vocab_size), (slots, places, cfg.vocab_size)
+    fits = mask.shape == whole or (places is not None and mask.shape == each)
+    if not fits or mask.dtype != bool:
+        wanted = f"{whole}" if places is None else f"{whole} or {each}"
+        raise ValueError(
+            f"mask must be bool of shape {wanted} (True: allowed), got {mask.dtype} of {mask.shape}"
         )
 
 
