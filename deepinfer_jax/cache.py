@@ -26,8 +26,9 @@ class Cache:
 
     window   [L, B, R, w]   window KV, position p at p mod R, R = window + slack
     draft    [M, B, R, w]   context KV of the DSpark layers, same ring
-    kv       per ratio m: [sources, B, N/m, c]  compressed KV, entry j of tokens jm .. jm+m-1
-    keys     per ratio m: [sources, B, N/m, i]  index keys of the same entries
+    kv       per ratio m: [sources, P, E/m, c]  compressed KV in pages of E tokens
+    keys     per ratio m: [sources, P, E/m, i]  index keys of the same entries
+    pages    [B, G] int32: the page of tokens gE .. gE+E-1 of a slot; -1: none, nothing is kept
     pending  [pooled sources, B, P, 2, Hd] float32: (projection, gate) of recent tokens, ring
     history  [B, Q] int32: compressed token ids of recent tokens (-1 inside an image), ring
     lengths  [B] int32: committed tokens; set by the transitions in `steps`, never by the model
@@ -37,6 +38,7 @@ class Cache:
     draft: jax.Array
     kv: tuple[jax.Array, ...]
     keys: tuple[jax.Array, ...]
+    pages: jax.Array
     pending: jax.Array
     history: jax.Array
     lengths: jax.Array
@@ -90,15 +92,25 @@ def index_codec(cfg: ModelConfig, numerics: Numerics) -> Codec:
     return Codec(width, numerics.quantize_kv, size, quant.pack_index, quant.unpack_index)
 
 
+@dataclasses.dataclass(frozen=True)
+class Paging:
+    """How global KV is cut: pages of `tokens` tokens, `count` of them for all slots together."""
+
+    tokens: int
+    count: int
+
+
 def cache_shapes(
-    cfg: ModelConfig, numerics: Numerics, slots: int, capacity: int, slack: int | None = None
-) -> Cache:
+    cfg: ModelConfig, numerics: Numerics, slots: int, capacity: int, slack: int | None = None,
+    paging: Paging | None = None,
+) -> Cache:  # fmt: skip
     """The cache as `jax.ShapeDtypeStruct`.
 
     Args:
       slots: number of sequences held.
-      capacity: tokens a slot can hold; rounded up to a multiple of every ratio.
+      capacity: tokens a slot can hold; rounded up to whole pages, or to whole entries.
       slack: most rows of one slot in a verification call; default: DSpark block + 1.
+      paging: default: one page for every slot, as long as its capacity.
     """
     slack = cfg.dspark_block_size + 1 if slack is None else slack
     for name, value in (("slots", slots), ("capacity", capacity), ("slack", slack)):
@@ -108,8 +120,12 @@ def cache_shapes(
         raise ValueError(
             f"capacity {capacity} exceeds max_position_embeddings={cfg.max_position_embeddings}"
         )
-    ring = cfg.sliding_window + slack
+    if paging is None:
+        paging = Paging(capacity, slots)
+    else:
+        _check_paging(paging, cfg)
     most = max(cfg.ratios, default=1)
+    ring = cfg.sliding_window + slack
     pooled = sum(1 for s in cfg.kv_source_layer_ids if cfg.compress_ratios[s] > 1)
 
     shaped: Any = jax.ShapeDtypeStruct
@@ -120,7 +136,8 @@ def cache_shapes(
 
     def entries(codec: Codec) -> tuple[Any, ...]:
         return tuple(
-            array((len(cfg.kv_sources(m)), slots, -(-capacity // m)), codec) for m in cfg.ratios
+            array((len(cfg.kv_sources(m)), paging.count, -(-paging.tokens // m)), codec)
+            for m in cfg.ratios
         )
 
     window = window_codec(cfg, numerics)
@@ -129,18 +146,37 @@ def cache_shapes(
         draft=array((cfg.num_nextn_predict_layers, slots, ring), window),
         kv=entries(main_codec(cfg, numerics)),
         keys=entries(index_codec(cfg, numerics)),
+        pages=shaped((slots, -(-capacity // paging.tokens)), jnp.int32),
         pending=shaped((pooled, slots, most - 1 + slack, 2, cfg.head_dim), jnp.float32),
         history=shaped((slots, cfg.engram_lookback + slack), jnp.int32),
         lengths=shaped((slots,), jnp.int32),
     )
 
 
+def _check_paging(paging: Paging, cfg: ModelConfig) -> None:
+    for name in ("tokens", "count"):
+        if getattr(paging, name) < 1:
+            raise ValueError(f"paging.{name} must be at least 1, got {getattr(paging, name)}")
+    for ratio in cfg.ratios:
+        if paging.tokens % ratio:
+            raise ValueError(
+                f"paging.tokens must be a multiple of {ratio}, the tokens of a compressed entry, "
+                f"got {paging.tokens}"
+            )
+
+
 def init_cache(
-    cfg: ModelConfig, numerics: Numerics, slots: int, capacity: int, slack: int | None = None
-) -> Cache:
-    """An empty cache; see `cache_shapes` for the arguments."""
-    shapes = cache_shapes(cfg, numerics, slots, capacity, slack)
-    return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+    cfg: ModelConfig, numerics: Numerics, slots: int, capacity: int, slack: int | None = None,
+    paging: Paging | None = None,
+) -> Cache:  # fmt: skip
+    """An empty cache; see `cache_shapes` for the arguments.
+
+    With `paging` no slot has a page yet: whoever gives pages out sets `pages`.
+    """
+    shapes = cache_shapes(cfg, numerics, slots, capacity, slack, paging)
+    cache = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+    own = jnp.arange(slots, dtype=jnp.int32)[:, None]  # without paging: one page each
+    return dataclasses.replace(cache, pages=own if paging is None else cache.pages - 1)
 
 
 def entry_bytes_per_token(cfg: ModelConfig) -> float:

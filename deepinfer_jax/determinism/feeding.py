@@ -227,14 +227,15 @@ def feed(
 def garbage(model: Model, slots: int, capacity: int, slack: int | None = None) -> Cache:
     """A cache in which nothing was ever written: NaNs, and bytes that decode to large numbers."""
 
+    shapes = caches.cache_shapes(model.cfg, model.numerics, slots, capacity, slack)
+
     def spoil(spec: jax.ShapeDtypeStruct) -> np.ndarray:
         if spec.dtype == jnp.float32:
             return np.full(spec.shape, np.nan, np.float32)
         return np.full(spec.shape, _SPOILED if spec.dtype == jnp.uint8 else 77, spec.dtype)
 
-    return jax.tree.map(
-        spoil, caches.cache_shapes(model.cfg, model.numerics, slots, capacity, slack)
-    )
+    pages = np.arange(slots, dtype=np.int32)[:, None]
+    return dataclasses.replace(jax.tree.map(spoil, shapes), pages=pages)
 
 
 def visible(
@@ -254,8 +255,10 @@ def visible(
         recent = np.arange(max(length - cfg.sliding_window, first), length)
         out[name] = np.asarray(ring)[:, slot, recent % ring.shape[2]]
     for ratio, kv, keys in zip(cfg.ratios, cache.kv, cache.keys, strict=True):
-        out[f"kv{ratio}"] = np.asarray(kv)[:, slot, : length // ratio]
-        out[f"keys{ratio}"] = np.asarray(keys)[:, slot, : length // ratio]
+        entry = np.arange(length // ratio)
+        page = np.asarray(cache.pages)[slot, entry // kv.shape[2]]
+        out[f"kv{ratio}"] = np.asarray(kv)[:, page, entry % kv.shape[2]]
+        out[f"keys{ratio}"] = np.asarray(keys)[:, page, entry % keys.shape[2]]
     most = max(cfg.ratios, default=1)
     unfinished = np.arange(length - length % most, length)
     places = max(cache.pending.shape[2], 1)

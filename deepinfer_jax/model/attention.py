@@ -106,12 +106,14 @@ def store_window(ring: Ring, new: jax.Array, rows: Rows, spans: Spans, codec: Co
 class Entries:
     """Compressed vectors of one kv source, stored or made by this call.
 
-    Stored: data [sources, B, N/m, w] with `source` the index. Of this call (no cache): data [T,
-    width], the entry of a group standing at the row of its last token, `source` None.
+    Stored: data [sources, P, E/m, w] with `source` the index and `pages` [B, G] those of the slots.
+    Of this call (no cache): data [T, width], the entry of a group standing at the row of its last
+    token, `source` and `pages` None.
     """
 
     data: jax.Array
-    source: Any
+    source: Any = None
+    pages: jax.Array | None = None
 
 
 def read_entries(
@@ -119,11 +121,13 @@ def read_entries(
     dtype: Any,
 ) -> jax.Array:  # fmt: skip
     """Entries `ids` [n] of one slot -> [n, width]; ids out of range give arbitrary vectors."""
-    if entries.source is None:
+    if entries.pages is None:
         row = spans.first[slot] + (ids + 1) * ratio - 1 - spans.start[slot]
         return entries.data[jnp.clip(row, 0, entries.data.shape[0] - 1)]
-    safe = jnp.clip(ids, 0, entries.data.shape[2] - 1)
-    return codec.load(entries.data[entries.source, slot, safe], dtype)
+    size = entries.data.shape[2]
+    safe = jnp.clip(ids, 0, entries.pages.shape[1] * size - 1)
+    page = jnp.maximum(entries.pages[slot, safe // size], 0)
+    return codec.load(entries.data[entries.source, page, safe % size], dtype)
 
 
 # -- attention -------------------------------------------------------------------------------------

@@ -107,7 +107,7 @@ def block_params(stack: Any, layer: Any) -> Any:
 def entry_count(call: Call, cache: Cache | None, ratio: int) -> int:
     """Most compressed entries that one slot can hold."""
     if cache is not None:
-        return cache.kv[call.cfg.ratios.index(ratio)].shape[2]
+        return cache.pages.shape[1] * cache.kv[call.cfg.ratios.index(ratio)].shape[2]
     return max(call.length // ratio, 1)
 
 
@@ -189,15 +189,17 @@ def _store_pending(
 def _store_entries(
     call: Call, cache: Cache, ratio: int, stored: Any, kv: jax.Array, key: jax.Array
 ) -> Cache:
-    """Write the entries that the rows complete; other rows write nothing."""
+    """Write the entries that the rows complete; other rows, and those without page, do not."""
     rows, cfg = call.rows, call.cfg
-    complete = rows.real & ((rows.positions + 1) % ratio == 0)
-    slot = jnp.where(complete, rows.slots, cache.slots)
-    entry = rows.positions // ratio
     which = cfg.ratios.index(ratio)
+    _, count, size, _ = cache.kv[which].shape
+    entry = rows.positions // ratio
+    page = cache.pages.at[rows.slots, entry // size].get(mode="fill", fill_value=-1)
+    complete = rows.real & ((rows.positions + 1) % ratio == 0)
+    page = jnp.where(complete & (page >= 0), page, count)
 
     def put(stacks: tuple[jax.Array, ...], value: jax.Array) -> tuple[jax.Array, ...]:
-        new = stacks[which].at[stored, slot, entry].set(value, mode="drop")
+        new = stacks[which].at[stored, page, entry % size].set(value, mode="drop")
         return (*stacks[:which], new, *stacks[which + 1 :])
 
     main = caches.main_codec(cfg, call.numerics).store(kv)
@@ -212,10 +214,14 @@ def _entries(call: Call, kind: LayerKind, layer: Any, s: Stream) -> tuple[Entrie
     """The compressed KV and index keys that this layer reads."""
     if s.cache is None:
         kv, key = s.latest  # pyright: ignore[reportGeneralTypeIssues]
-        return Entries(kv, None), Entries(key, None)
+        return Entries(kv), Entries(key)
     which = call.cfg.ratios.index(kind.ratio)
     stored = _ordinal(ordinals(call.cfg).stored, layer)
-    return Entries(s.cache.kv[which], stored), Entries(s.cache.keys[which], stored)
+    pages = s.cache.pages
+    return (
+        Entries(s.cache.kv[which], stored, pages),
+        Entries(s.cache.keys[which], stored, pages),
+    )
 
 
 def _select(

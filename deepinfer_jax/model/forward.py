@@ -142,10 +142,12 @@ def _check_positions(
             )
         return
     for ratio, kv in zip(cfg.ratios, cache.kv, strict=True):
-        if kv.shape[2] > -(-known // ratio):
+        pages, count = cache.pages.shape[1], cache.pages.shape[1] * kv.shape[2]
+        spare = kv.shape[2] if pages > 1 else 1  # capacities are rounded up to whole pages
+        if count >= -(-known // ratio) + spare:
             raise ValueError(
                 f"the cache's capacity must be at most {known}, the positions of the tables, got "
-                f"{kv.shape[2]} entries of {ratio} tokens: make the tables as long as the cache"
+                f"{count} entries of {ratio} tokens: make the tables as long as the cache"
             )
 
 
