@@ -149,7 +149,7 @@ def test_a_plain_product_would_be_caught(monkeypatch):
         return int((bits(f(x, w))[:1] != bits(f(x[:1], w))).sum())
 
     assert differing() == 0
-    monkeypatch.setattr(products, "_in_tiles", lambda f, x, numerics: f(x))
+    monkeypatch.setattr(products, "_in_tiles", lambda f, x, w, numerics: f(x))
     assert differing() > 0
 
 
@@ -168,6 +168,21 @@ def test_short_and_long_tiles_agree(dtype, n, k):
     )
     dot = jax.jit(nx.dot, static_argnums=2)
     np.testing.assert_array_equal(bits(dot(x, w, short)), bits(dot(x, w, long)))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("n", "k"), [(4096, 64), (512, 512), (205, 1280), (13, 20480)])
+def test_tiles_of_any_height_agree_for_large_weights(dtype, n, k):
+    """At every number of rows whatever height is chosen gives the bits of the lowest."""
+    x, w = as_dtype(normal(1, 300, k), dtype), as_dtype(normal(2, n, k), dtype)
+    numerics = numerics_of(dtype)
+    low = dataclasses.replace(numerics, tall_tiles=(8,))
+    dot = jax.jit(nx.dot, static_argnums=2)
+    want, heights = bits(dot(x, w, low)), set()
+    for count in (1, 9, 17, 33, 60, 65, 100, 200, 300):
+        heights.add(products.tile_height(count, k, n * k, numerics))
+        np.testing.assert_array_equal(bits(dot(x[:count], w, numerics)), want[:count])
+    assert heights == set(numerics.tall_tiles)
 
 
 # -- values ----------------------------------------------------------------------------------------
@@ -375,6 +390,7 @@ def test_gradients_are_those_of_plain_jnp(rows):
     [
         ("dtype", "float16"), ("rows", "tilde"), ("index_rounding", "never"), ("row_tile", 1),
         ("long_row_tile", 0), ("index_block", 0), ("long_rows", True), ("row_tile", 8.0),
+        ("tall_tiles", ()), ("tall_tiles", (1, 8)), ("tall_from", 0),
     ],
 )  # fmt: skip
 def test_settings_that_promise_nothing_are_refused(field, value):
@@ -384,7 +400,9 @@ def test_settings_that_promise_nothing_are_refused(field, value):
 
 def test_the_fingerprint_names_every_setting():
     start = Numerics.native()
-    other = {"dtype": "float32", "index_rounding": "reference", "rows": "batched"}
+    other = {
+        "dtype": "float32", "index_rounding": "reference", "rows": "batched", "tall_tiles": (8,),
+    }  # fmt: skip
     found = {start.fingerprint()}
     for field in dataclasses.fields(Numerics):
         value = getattr(start, field.name)

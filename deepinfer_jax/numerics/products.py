@@ -15,11 +15,28 @@ from deepinfer_jax.numerics.elements import float_weight, round_to
 from deepinfer_jax.numerics.pallas import products as kernels
 from deepinfer_jax.numerics.settings import Numerics
 
+_READ = 16  # rows that take as long as reading the weight
+_LONG_SUM = 64  # shorter sums have other bits in tall tiles
 
-def _in_tiles(f: Callable, x: jax.Array, numerics: Numerics) -> jax.Array:
+
+def tile_height(count: int, k: int, elements: int, numerics: Numerics) -> int:
+    """Rows per tile of a product of `count` rows with a weight of `elements`, sums of k terms.
+
+    A tall tile reads the weight once for more rows. Which height is taken decides no bit where XLA
+    multiplies in blocks of K, as it does for large weights; of small ones only two heights are in
+    use. A tile costs about as much as its rows and _READ more.
+    """
+    if k < _LONG_SUM or elements < numerics.tall_from:
+        return numerics.row_tile if count < numerics.long_rows else numerics.long_row_tile
+    return min(
+        numerics.tall_tiles, key=lambda height: (-(-count // height) * (height + _READ), height)
+    )
+
+
+def _in_tiles(f: Callable, x: jax.Array, w: jax.Array, numerics: Numerics) -> jax.Array:
     """Apply f: [tile, ...] -> [tile, ...] to any number of rows, always on whole tiles."""
     count = x.shape[0]
-    tile = numerics.row_tile if count < numerics.long_rows else numerics.long_row_tile
+    tile = tile_height(count, w.shape[-1], w.size, numerics)
     tiles = -(-count // tile)
     padded = jnp.pad(x, [(0, tiles * tile - count)] + [(0, 0)] * (x.ndim - 1))
     parts = padded.reshape(tiles, tile, *x.shape[1:])
@@ -57,7 +74,7 @@ def _dot(x, w, numerics, dtype):
         return kernels.product(x[:, None], w, dtype, numerics.interpret)[:, 0]
     if numerics.rows != "tiled":
         return contract(x, w)
-    return _in_tiles(lambda part: contract(part, w), x, numerics)
+    return _in_tiles(lambda part: contract(part, w), x, w, numerics)
 
 
 def _dot_forward(x, w, numerics, dtype):
@@ -104,7 +121,7 @@ def _group_dot(x, w, numerics):
         return kernels.product(x, w, "float32", numerics.interpret)
     if numerics.rows != "tiled":
         return _contract_groups(x, w)
-    return _in_tiles(lambda part: _contract_groups(part, w), x, numerics)
+    return _in_tiles(lambda part: _contract_groups(part, w), x, w, numerics)
 
 
 def _group_dot_forward(x, w, numerics):

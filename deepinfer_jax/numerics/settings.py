@@ -36,6 +36,7 @@ class Numerics:
                           "batched": plain XLA, no promise; "dense": the same, for calls without a
                           cache whose rows are sequences of equal length
     row_tile              rows per dot below `long_rows` rows, and `long_row_tile` from there on
+    tall_tiles            heights to choose from for weights of `tall_from` elements and more
     index_block           index keys scored at once
     interpret             run "pallas" in an interpreter: slow, for tests without a GPU
     """
@@ -48,6 +49,8 @@ class Numerics:
     row_tile: int = 8
     long_row_tile: int = 32
     long_rows: int = 128
+    tall_tiles: tuple[int, ...] = (8, 16, 32, 64, 128, 256)
+    tall_from: int = 1 << 18
     index_block: int = 512
     interpret: bool = False
 
@@ -63,11 +66,15 @@ class Numerics:
                     f"{name} must be one of {', '.join(values)}, got {getattr(self, name)!r}"
                 )
         # A tile of one row would take another path through the compiler than two.
-        least = {"row_tile": 2, "long_row_tile": 2, "long_rows": 1, "index_block": 1}
+        least = {
+            "row_tile": 2, "long_row_tile": 2, "long_rows": 1, "index_block": 1, "tall_from": 1,
+        }  # fmt: skip
         for name, low in least.items():
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < low:
                 raise ValueError(f"{name} must be an integer of at least {low}, got {value!r}")
+        if not self.tall_tiles or any(not isinstance(n, int) or n < 2 for n in self.tall_tiles):
+            raise ValueError(f"tall_tiles must be integers of at least 2, got {self.tall_tiles!r}")
         if self.rows == "dense" and self.index_rounding == "reference":
             raise ValueError('index_rounding="reference" is not made for rows="dense"')
 
