@@ -112,8 +112,8 @@ class Entries:
     """
 
     data: jax.Array
-    source: Any = None
-    pages: jax.Array | None = None
+    source: Any
+    pages: jax.Array | None
 
 
 def read_entries(

@@ -214,7 +214,7 @@ def _entries(call: Call, kind: LayerKind, layer: Any, s: Stream) -> tuple[Entrie
     """The compressed KV and index keys that this layer reads."""
     if s.cache is None:
         kv, key = s.latest  # pyright: ignore[reportGeneralTypeIssues]
-        return Entries(kv), Entries(key)
+        return Entries(kv, None, None), Entries(key, None, None)
     which = call.cfg.ratios.index(kind.ratio)
     stored = _ordinal(ordinals(call.cfg).stored, layer)
     pages = s.cache.pages

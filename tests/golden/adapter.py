@@ -183,7 +183,8 @@ def _index_scores(call: blocks.Call, layer: int, x: jax.Array, s: blocks.Stream)
     count = blocks.entry_count(call, s.cache, kind.ratio)
     field = index.Field(kind.ratio, caches.index_codec(cfg, numerics))
     ids = jnp.arange(count, dtype=jnp.int32)
-    keys = attention.Entries(s.cache.keys[which], int(places.stored[layer]))
+    stored = int(places.stored[layer])
+    keys = attention.Entries(s.cache.keys[which], stored, s.cache.pages)
     score = index.scores(query, keys, ids, call.rows, call.spans, field, numerics)
     if not kind.uses_candidates:
         return score
