@@ -21,8 +21,6 @@ _propose = jax.jit(rounds.propose, static_argnames=("cfg", "numerics", "size", "
 _verify = jax.jit(rounds.verify, static_argnames=("cfg", "numerics", "rows"))
 _decode_many = jax.jit(rounds.decode_many, static_argnames=_STATIC)
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 
 def allowed(index, vocab: int) -> np.ndarray:
     """A rule of three classes of tokens that take turns, each slot in its own phase: [..., V]."""

@@ -22,8 +22,6 @@ SLOTS, CAPACITY, CALL = 2, 36, 10  # rows of a call
 PAGING = Paging(tokens=4, count=23)
 PAGES = CAPACITY // PAGING.tokens
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 
 @functools.cache
 def model():
