@@ -24,6 +24,7 @@ ORDER = (
     "safetensors",
     "checkpoint",
     "cache",
+    "snapshots",
     "info",
     "model",
     "sampling",
