@@ -8,6 +8,7 @@ The confidence head learns the probability of acceptance under shared noise (eng
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -53,9 +54,9 @@ OBJECTIVES = {
 class Sequences:
     """Tokens [B, S] of lengths [B], int32; answer [B, S] bool marks what the model is to write."""
 
-    tokens: jax.Array
-    lengths: jax.Array
-    answer: jax.Array
+    tokens: Any
+    lengths: Any
+    answer: Any
 
 
 @jax.tree_util.register_dataclass

@@ -118,7 +118,7 @@ def write(folder: pathlib.Path, model: Model, drafter: Params, out: pathlib.Path
 
 def main() -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("model", help="folder of a checkpoint, or a shipped name")
     parser.add_argument("--prompts", type=pathlib.Path, required=True, help="JSON lines, as of "
                         "`deepinfer-jax generate`")  # fmt: skip
