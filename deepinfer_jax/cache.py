@@ -67,10 +67,10 @@ class Codec:
         """What the cache holds -> [..., width], equal in every bit to the vector stored."""
         return self.unpack(row, self.width, dtype) if self.packed else row.astype(dtype)
 
-    @property
-    def item(self) -> tuple[int, Any]:
-        """(last axis, dtype) of the cache array."""
-        return (self.size, jnp.uint8) if self.packed else (self.width, jnp.float32)
+    def shaped(self, *lead: int) -> Any:
+        """The `jax.ShapeDtypeStruct` of vectors [*lead, width] as the cache holds them."""
+        last, dtype = (self.size, jnp.uint8) if self.packed else (self.width, jnp.float32)
+        return jax.ShapeDtypeStruct((*lead, last), dtype)
 
 
 def window_codec(cfg: ModelConfig, numerics: Numerics) -> Codec:
@@ -130,20 +130,16 @@ def cache_shapes(
 
     shaped: Any = jax.ShapeDtypeStruct
 
-    def array(lead: tuple[int, ...], codec: Codec) -> Any:
-        last, dtype = codec.item
-        return shaped((*lead, last), dtype)
-
     def entries(codec: Codec) -> tuple[Any, ...]:
         return tuple(
-            array((len(cfg.kv_sources(m)), paging.count, -(-paging.tokens // m)), codec)
+            codec.shaped(len(cfg.kv_sources(m)), paging.count, -(-paging.tokens // m))
             for m in cfg.ratios
         )
 
     window = window_codec(cfg, numerics)
     return Cache(
-        window=array((cfg.num_hidden_layers, slots, ring), window),
-        draft=array((cfg.num_nextn_predict_layers, slots, ring), window),
+        window=window.shaped(cfg.num_hidden_layers, slots, ring),
+        draft=window.shaped(cfg.num_nextn_predict_layers, slots, ring),
         kv=entries(main_codec(cfg, numerics)),
         keys=entries(index_codec(cfg, numerics)),
         pages=shaped((slots, -(-capacity // paging.tokens)), jnp.int32),

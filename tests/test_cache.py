@@ -89,8 +89,9 @@ def test_packed_vectors_come_back_as_their_round_trip(name, dtype):
     x = rng.normal(size=(400, codec.width)) * np.exp2(rng.uniform(-12, 6, (400, 1)))
     x = jnp.asarray(x.astype(np.float32)).astype(dtype)
     stored = jax.jit(codec.store)(x)
-    assert (stored.shape[-1], stored.dtype) == codec.item
-    assert codec.item[1] == jnp.uint8
+    shaped = codec.shaped(*stored.shape[:-1])
+    assert (stored.shape, stored.dtype) == (shaped.shape, shaped.dtype)
+    assert shaped.dtype == jnp.uint8
     back = jax.jit(functools.partial(codec.load, dtype=dtype))(stored)
     np.testing.assert_array_equal(bits(back), bits(jax.jit(round_trip)(x)))
 
@@ -99,7 +100,8 @@ def test_packed_vectors_come_back_as_their_round_trip(name, dtype):
 def test_vectors_are_kept_whole_without_quantizers(name):
     codec = CODECS[name][0](PLAIN, FP32)
     x = jnp.asarray(np.random.default_rng(1).normal(size=(5, codec.width)).astype(np.float32))
-    assert codec.item == (codec.width, jnp.float32)
+    shaped = codec.shaped(3)
+    assert (shaped.shape, shaped.dtype) == ((3, codec.width), jnp.float32)
     np.testing.assert_array_equal(codec.load(codec.store(x), jnp.float32), x)
 
 

@@ -16,7 +16,9 @@ from deepinfer_jax.cache import Paging
 from deepinfer_jax.numerics import Numerics
 from tests.small import CONFIG
 
-CFG = dataclasses.replace(CONFIG, vision=None, image_token_id=None)
+CFG = dataclasses.replace(
+    CONFIG, vision=None, image_token_id=None, engram_num_embeddings=(120, 120)
+)
 NUMERICS = Numerics.native()
 SLOTS, CAPACITY, CALL = 2, 36, 10  # rows of a call
 PAGING = Paging(tokens=4, count=23)

@@ -73,4 +73,4 @@ def test_climbing_it_reaches_agreement():
     for _ in range(300):
         logits = climb(logits)
     assert before > 0.3
-    assert float(lost(logits)) < 0.02
+    assert float(lost(logits)) < before / 5
