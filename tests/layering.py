@@ -30,6 +30,7 @@ ORDER = (
     "sampling",
     "rejection",
     "planning",
+    "scheduling",
     "steps",
     "rounds",
     "text",

@@ -1,0 +1,110 @@
+"""What the scheduler is told: the sizes it works within, and the jobs."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Hashable
+from typing import Literal, get_args
+
+Keep = Literal["shared", "ends"]
+MOST_URGENT = 9
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Limits:
+    """Sizes of the device's state and of a step. They decide the time and never a result.
+
+    Attributes:
+      slots: sequences that run at once.
+      pages, page_tokens: pages of global KV, and tokens of each. `page_tokens` must be a multiple
+        of every pooling ratio of the model, so that no pooled entry lies across a boundary.
+      rows: most rows of a step with prompt chunks, decode rows included.
+      longest: most tokens of a sequence, prompt and reply.
+      snapshots: copies of a slot's state that the prefix cache may hold; 0 turns it off.
+      keep: boundaries to keep a snapshot of: those where a waiting job will begin ("shared"), or
+        beside them the last one of every prompt ("ends"), for jobs that are not there yet. Each
+        boundary cuts a prompt in two, which costs one more step.
+      mixed: whether running slots decode one token in a step that has prompt chunks, or wait.
+    """
+
+    slots: int
+    pages: int
+    page_tokens: int
+    rows: int
+    longest: int
+    snapshots: int = 0
+    keep: Keep = "ends"
+    mixed: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("slots", "pages", "page_tokens", "rows"):
+            check_integer(name, getattr(self, name), 1)
+        check_integer("longest", self.longest, 2)
+        check_integer("snapshots", self.snapshots, 0)
+        if self.keep not in get_args(Keep):
+            raise ValueError(f"keep must be one of {', '.join(get_args(Keep))}, got {self.keep!r}")
+        if not isinstance(self.mixed, bool):
+            raise TypeError(f"mixed must be true or false, got {self.mixed!r}")
+        if self.mixed and self.rows <= self.slots:
+            raise ValueError(
+                f"rows must exceed slots where steps are mixed, so that a prompt gets on beside "
+                f"running slots; got rows={self.rows}, slots={self.slots}"
+            )
+
+    def pages_for(self, tokens: int) -> int:
+        """Pages that hold `tokens` tokens."""
+        return -(-tokens // self.page_tokens)
+
+    def check(self, job: Job) -> None:
+        """Raise ValueError, with the arithmetic, for a job that can never fit."""
+        total = len(job.tokens) + job.max_tokens
+        needs = (
+            f"job {job.id!r} needs {len(job.tokens)} prompt tokens + max_tokens {job.max_tokens} "
+            f"= {total} tokens"
+        )
+        if total > self.longest:
+            raise ValueError(
+                f"{needs}, the longest sequence is {self.longest}; shorten the prompt, lower "
+                "max_tokens or raise Limits.longest"
+            )
+        if self.pages_for(total) > self.pages:
+            raise ValueError(
+                f"{needs} = {self.pages_for(total)} pages of {self.page_tokens}, there are "
+                f"{self.pages}; shorten the prompt, lower max_tokens or raise Limits.pages"
+            )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Job:
+    """A request as the scheduler sees it.
+
+    Attributes:
+      id: names it; unique among unfinished jobs.
+      tokens: prompt token ids.
+      max_tokens: most tokens of the reply.
+      priority: 0 to MOST_URGENT; only `orders.Priority` looks at it.
+      reuse: whether it may begin from what another job computed, and others from what it computes.
+        False where every prompt row has to run, as for log-probabilities of the prompt.
+    """
+
+    id: Hashable
+    tokens: tuple[int, ...]
+    max_tokens: int
+    priority: int = 0
+    reuse: bool = True
+
+    def __post_init__(self) -> None:
+        if not self.tokens:
+            raise ValueError(f"the prompt of job {self.id!r} has no tokens; give at least one")
+        check_integer("max_tokens", self.max_tokens, 1)
+        check_integer("priority", self.priority, 0)
+        if self.priority > MOST_URGENT:
+            raise ValueError(f"priority must be at most {MOST_URGENT}, got {self.priority}")
+
+
+def check_integer(name: str, value: object, least: int) -> None:
+    """Raise TypeError or ValueError unless `value` is an integer of at least `least`."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an integer, got {value!r}")
+    if value < least:
+        raise ValueError(f"{name} must be at least {least}, got {value}")

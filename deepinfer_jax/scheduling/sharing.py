@@ -1,0 +1,49 @@
+"""Which beginnings of prompts are worth keeping, and which are worth waiting for."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Iterable, Mapping
+
+from deepinfer_jax.scheduling.jobs import Limits
+from deepinfer_jax.scheduling.prefixes import Entry
+from deepinfer_jax.scheduling.seats import Seat
+from deepinfer_jax.scheduling.tickets import Ticket, Waiting
+
+Rank = tuple[int, int]
+
+
+def cuts(
+    ticket: Ticket, known: int, waiting: Waiting, limits: Limits
+) -> collections.deque[tuple[int, bytes]]:
+    """(tokens, key) of each boundary to keep, of a prompt whose first `known` pages are an entry.
+
+    Kept is where the prompt parts from one that waits: that job begins there. So n samples of a
+    prompt are computed once, and so are the examples in front of a list of questions. Where
+    `limits.keep` says so, the last boundary is kept for jobs to come.
+    """
+    keys, last = ticket.keys, len(ticket.keys) - 1
+    return collections.deque(
+        ((page + 1) * limits.page_tokens, keys[page])
+        for page in range(known, len(keys))
+        if waiting.ends_at(keys, page) or (page == last and limits.keep == "ends")
+    )
+
+
+def promised(seats: Iterable[Seat]) -> dict[bytes, Rank]:
+    """The keys that running jobs are going to keep, and the rank of the first job that does."""
+    ranks: dict[bytes, Rank] = {}
+    for seat in seats:
+        for _, key in seat.cuts:
+            ranks[key] = min(ranks.get(key, seat.rank), seat.rank)
+    return ranks
+
+
+def worth_waiting(ticket: Ticket, entry: Entry | None, coming: Mapping[bytes, Rank]) -> bool:
+    """Whether a longer beginning than `entry` is coming from a job that stands before this one.
+
+    What comes from one that stands behind is not waited for: jobs that slip past could make a job
+    wait for ever.
+    """
+    known = len(entry.pages) if entry else 0
+    return any(coming.get(key, ticket.rank) < ticket.rank for key in ticket.keys[known:])
