@@ -20,7 +20,8 @@ class Limits:
         of every pooling ratio of the model, so that no pooled entry lies across a boundary.
       rows: most rows of a step with prompt chunks, decode rows included.
       longest: most tokens of a sequence, prompt and reply.
-      snapshots: copies of a slot's state that the prefix cache may hold; 0 turns it off.
+      snapshots: copies of a slot's state that the prefix cache may hold; 0 turns it off. With fewer
+        than slots, beginnings can be forgotten before those that wait for them get a slot.
       keep: boundaries to keep a snapshot of: those where a waiting job will begin ("shared"), or
         beside them the last one of every prompt ("ends"), for jobs that are not there yet. Each
         boundary cuts a prompt in two, which costs one more step.

@@ -138,15 +138,21 @@ class Scheduler:
 
     # -- steps -------------------------------------------------------------------------------------
 
-    def step(self, lookahead: int = 1) -> Step:
+    def step(self, lookahead: int = 1, unreported: int = 0) -> Step:
         """What the device does next. It counts as done: the next step builds on it.
 
-        `lookahead`: most tokens that a look can add to a slot, rounds x (drafts + 1). Who asks for
-        a step before having reported the tokens of the last look adds that look's to it.
+        The tokens of a step may be reported after the next one is asked for, so that the device
+        need not wait. A slot that has ended by then runs once more in vain, and what a slot emitted
+        for a job that was preempted meanwhile is not to be reported: it will come again.
+
+        Args:
+          lookahead: most tokens that a look can add to a slot, rounds x (drafts + 1).
+          unreported: most tokens that a slot may have emitted in steps not reported yet.
 
         Raises ValueError where a job that has emitted all its tokens was not finished.
         """
         check_integer("lookahead", lookahead, 1)
+        check_integer("unreported", unreported, 0)
         for seat in self._seats:
             if seat.ticket.length == seat.ticket.most:
                 raise ValueError(f"the job in slot {seat.slot} has all its tokens: finish it first")
@@ -155,24 +161,24 @@ class Scheduler:
         filling = any(seat.filling for seat in self._seats)
         made.ahead = 1 if filling else lookahead
         if self.limits.mixed or not filling:
-            self._decode(made)
+            self._decode(made, unreported)
         # What was just taken from a job is not given to the next that waits, itself perhaps.
         if not made.preempted:
             self._seat(made)
+        if made.seated and not self.limits.mixed:
+            made.decode.clear()  # prompts come first
         self._fill(made)
         if made.chunks:
             made.ahead = 1
-            if not self.limits.mixed:
-                made.decode.clear()
         return made.step()
 
-    def _decode(self, made: _Made) -> None:
+    def _decode(self, made: _Made, unreported: int) -> None:
         """Slots that are past their prompts, in order, with pages for the tokens ahead."""
         for seat in self._seats:
             if seat.filling or seat not in self._seats:
                 continue
             held = len(seat.pages)
-            pages, left = self._seats.grow(seat, made.ahead)
+            pages, left = self._seats.grow(seat, unreported + made.ahead)
             for other in left:
                 made.preempted.append(Preempted(other.slot, other.ticket.job.id))
                 self._waiting.add(other.ticket)
@@ -185,7 +191,9 @@ class Scheduler:
     def _seat(self, made: _Made) -> None:
         """Waiting jobs into free slots, in order, until one has to wait for pages."""
         free = self._seats.free()
-        coming = sharing.promised(self._seats)
+        coming: dict[bytes, tuple[int, int]] = {}
+        for seat in self._seats:
+            sharing.promise(coming, seat)
         for ticket in list(self._waiting) if free else ():
             if not free:
                 return
@@ -199,7 +207,7 @@ class Scheduler:
             self._waiting.remove(ticket)
             known = len(entry.pages) if entry else 0
             seat.cuts = sharing.cuts(ticket, known, self._waiting, self.limits)
-            coming = sharing.promised(self._seats) if seat.cuts else coming
+            sharing.promise(coming, seat)
             snapshot = entry.snapshot if entry else None
             made.seated.append(Seated(seat.slot, ticket.job.id, seat.done, snapshot, seat.prompt))
             made.grants.append(Grant(seat.slot, 0, tuple(seat.pages)))

@@ -127,8 +127,9 @@ class Seats:
         return pages, left
 
     def _evict(self, count: int) -> bool:
-        """Have `count` pages free, at the cost of idle prefixes, or leave those alone."""
-        if self.pages.free + self.pages.freed_by(self._idle()) < count:
+        """Have `count` pages free at the cost of idle prefixes, or none of them, and say False."""
+        short = count - self.pages.free
+        if short > 0 and self.pages.freed_by(self._idle()) < short:
             return False
         while self.pages.free < count:
             self.prefixes.evict()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 from deepinfer_jax.scheduling.jobs import Limits
 from deepinfer_jax.scheduling.prefixes import Entry
@@ -30,13 +30,10 @@ def cuts(
     )
 
 
-def promised(seats: Iterable[Seat]) -> dict[bytes, Rank]:
-    """The keys that running jobs are going to keep, and the rank of the first job that does."""
-    ranks: dict[bytes, Rank] = {}
-    for seat in seats:
-        for _, key in seat.cuts:
-            ranks[key] = min(ranks.get(key, seat.rank), seat.rank)
-    return ranks
+def promise(coming: dict[bytes, Rank], seat: Seat) -> None:
+    """Note in `coming` what `seat` is going to keep: key -> rank of the first job that will."""
+    for _, key in seat.cuts:
+        coming[key] = min(coming.get(key, seat.rank), seat.rank)
 
 
 def worth_waiting(ticket: Ticket, entry: Entry | None, coming: Mapping[bytes, Rank]) -> bool:

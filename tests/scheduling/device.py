@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Hashable
 
-from deepinfer_jax.scheduling import Job, Limits, Scheduler, Step
+from deepinfer_jax.scheduling import Chunk, Job, Limits, Scheduler, Step
 
 EMPTY = 0  # the state of a slot without tokens
 GARBAGE = -1
@@ -43,24 +43,30 @@ def alone(job: Job, stopping: bool = True) -> list[int]:
     return reply
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class Slot:
-    """What the device knows of a slot."""
+    """What the device knows of a slot: `tokens` are those of the prompt and of the reply so far."""
 
+    number: int
     job: Job
+    tokens: list[int]
     prompt: int
     length: int
     state: int
+    ended: bool = False
     table: list[int] = dataclasses.field(default_factory=list)
 
 
 class Device:
     """Pages, slots and snapshots; `run` carries out a step and reports to the scheduler."""
 
-    def __init__(self, scheduler: Scheduler, stopping: bool = True) -> None:
-        """Unless `stopping`, replies have max_tokens."""
+    def __init__(
+        self, scheduler: Scheduler, stopping: bool = True, overlapped: bool = False
+    ) -> None:
+        """Unless `stopping`, replies have max_tokens. `overlapped`: report a step with the next."""
         self.scheduler = scheduler
         self.stopping = stopping
+        self.overlapped = overlapped
         self.limits: Limits = scheduler.limits
         self.jobs: dict[Hashable, Job] = {}
         self.replies: dict[Hashable, list[int]] = {}
@@ -69,6 +75,12 @@ class Device:
         self.reused = 0
         self._pages = [[GARBAGE] * self.limits.page_tokens for _ in range(self.limits.pages)]
         self._snapshots: dict[int, tuple[int, int]] = {}
+        self._news: list[tuple[Slot, list[int]]] = []
+
+    @property
+    def unreported(self) -> int:
+        """Most tokens that a slot has emitted without a report."""
+        return max((len(tokens) for _, tokens in self._news), default=0)
 
     def expect(self, job: Job) -> None:
         """`job` was submitted."""
@@ -93,14 +105,15 @@ class Device:
         assert len({chunk.slot for chunk in step.chunks}) == len(step.chunks)
         rows = sum(chunk.count for chunk in step.chunks)
         assert not step.chunks or rows + len(step.decode) <= self.limits.rows
-        news = [self._chunk(step, number) for number in range(len(step.chunks))]
-        news += [self._decode(slot, step.ahead, emitted) for slot in step.decode]
+        news = [self._chunk(chunk) for chunk in step.chunks]
+        news += [self._decode(self.slots[number], step.ahead, emitted) for number in step.decode]
         for saved in step.saved:
             slot = self.slots[saved.slot]
             assert slot.length == saved.tokens
             assert 0 <= saved.snapshot < self.limits.snapshots
             self._snapshots[saved.snapshot] = (slot.length, slot.state)
-        for slot, tokens in news:
+        now, self._news = (self._news, news) if self.overlapped else (news, [])
+        for slot, tokens in now:
             self._report(slot, tokens)
 
     def _seat(self, step: Step) -> None:
@@ -114,48 +127,55 @@ class Device:
             else:
                 tokens, state = self._snapshots[seated.snapshot]
                 assert tokens == seated.reused > 0
-            assert seated.prompt == len(job.tokens) + len(self.replies[job.id])
+            known = [*job.tokens, *self.replies[job.id]]
+            assert seated.prompt == len(known)
             assert seated.reused < seated.prompt, "no row is left to sample from"
-            self.slots[seated.slot] = Slot(job, seated.prompt, seated.reused, state)
+            self.slots[seated.slot] = Slot(
+                seated.slot, job, known, seated.prompt, seated.reused, state
+            )
             self.reused += seated.reused
 
-    def _chunk(self, step: Step, number: int) -> tuple[int, list[int]]:
-        chunk = step.chunks[number]
+    def _chunk(self, chunk: Chunk) -> tuple[Slot, list[int]]:
         slot = self.slots[chunk.slot]
         assert slot.job.id == chunk.job
         assert chunk.start == slot.length
         assert chunk.count > 0
-        tokens = [*slot.job.tokens, *self.replies[slot.job.id]]
         self._check_pages(slot)
-        for token in tokens[chunk.start : chunk.start + chunk.count]:
-            self._feed(slot, token)
+        for _ in range(chunk.count):
+            self._feed(slot)
         assert chunk.last == (slot.length == slot.prompt)
-        return chunk.slot, [following(slot.state)] if chunk.last else []
+        return slot, [self._emit(slot)] if chunk.last else []
 
     def _decode(
-        self, number: int, ahead: int, emitted: Callable[[int], int]
-    ) -> tuple[int, list[int]]:
-        slot = self.slots[number]
-        reply = self.replies[slot.job.id]
-        assert reply, "nothing to continue"
-        assert slot.length == len(slot.job.tokens) + len(reply) - 1
-        most = min(ahead, slot.job.max_tokens - len(reply))
+        self, slot: Slot, ahead: int, emitted: Callable[[int], int]
+    ) -> tuple[Slot, list[int]]:
+        if slot.ended:
+            assert self.overlapped, "it was finished"
+            return slot, []
+        assert slot.length == len(slot.tokens) - 1 >= slot.prompt
+        most = min(ahead, len(slot.job.tokens) + slot.job.max_tokens - len(slot.tokens))
         self._check_pages(slot)
         for place in range(most):  # drafts that will be rejected
             self._write(slot, slot.length + place, GARBAGE)
-        tokens, newest = [], reply[-1]
+        tokens: list[int] = []
         for _ in range(emitted(most)):
-            self._feed(slot, newest)
-            newest = following(slot.state)
-            tokens.append(newest)
-            if self.stopping and ends(newest):
+            self._feed(slot)
+            tokens.append(self._emit(slot))
+            if slot.ended:
                 break
-        return number, tokens
+        return slot, tokens
 
-    def _feed(self, slot: Slot, token: int) -> None:
-        slot.state = absorb(slot.state, token)
+    def _feed(self, slot: Slot) -> None:
+        slot.state = absorb(slot.state, slot.tokens[slot.length])
         self._write(slot, slot.length, slot.state)
         slot.length += 1
+
+    def _emit(self, slot: Slot) -> int:
+        token = following(slot.state)
+        slot.tokens.append(token)
+        full = len(slot.tokens) == len(slot.job.tokens) + slot.job.max_tokens
+        slot.ended = full or (self.stopping and ends(token))
+        return token
 
     def _write(self, slot: Slot, position: int, value: int) -> None:
         page = slot.table[position // self.limits.page_tokens]
@@ -165,31 +185,29 @@ class Device:
 
     def _check_pages(self, slot: Slot) -> None:
         """The slot's pages hold its tokens, each after all before it."""
-        tokens = [*slot.job.tokens, *self.replies[slot.job.id]]
         state, size = EMPTY, self.limits.page_tokens
         for position in range(slot.length):
-            state = absorb(state, tokens[position])
+            state = absorb(state, slot.tokens[position])
             assert self._pages[slot.table[position // size]][position % size] == state
         assert slot.state == state
 
-    def _report(self, number: int, tokens: list[int]) -> None:
-        if not tokens:
-            return
-        job = self.slots[number].job
-        reply = self.replies[job.id]
+    def _report(self, slot: Slot, tokens: list[int]) -> None:
+        if not tokens or self.slots.get(slot.number) is not slot:
+            return  # preempted or cancelled meanwhile
+        job, reply = slot.job, self.replies[slot.job.id]
         reply.extend(tokens)
-        self.scheduler.advance(number, len(tokens))
+        self.scheduler.advance(slot.number, len(tokens))
         if (self.stopping and ends(reply[-1])) or len(reply) == job.max_tokens:
             assert reply == alone(job, self.stopping)
-            self.scheduler.finish(number)
+            self.scheduler.finish(slot.number)
             self.finished.add(job.id)
-            del self.slots[number], self.jobs[job.id]
+            del self.slots[slot.number], self.jobs[job.id]
 
 
 def drain(device: Device, lookahead: int = 1, most: int = 10_000) -> list[Step]:
     """Run until nothing is left; the steps it took, at most `most`."""
     steps: list[Step] = []
-    while not (step := device.scheduler.step(lookahead)).idle:
+    while not (step := device.scheduler.step(lookahead, device.unreported)).idle:
         assert len(steps) < most, "no end in sight"
         steps.append(step)
         device.run(step)

@@ -25,11 +25,12 @@ LONGEST = 30
 @st.composite
 def limits(draw: st.DrawFn) -> Limits:
     slots, mixed = draw(st.integers(1, 4)), draw(st.booleans())
+    fewest = slots + 1 if mixed else 1
     return Limits(
         slots=slots,
         pages=draw(st.integers(3, 14)),
         page_tokens=3,
-        rows=draw(st.integers(slots + 1 if mixed else 1, 13)),
+        rows=draw(st.sampled_from([fewest, fewest + 1, 8, 13])),
         longest=LONGEST,
         snapshots=draw(st.integers(0, 4)),
         keep=draw(st.sampled_from(["shared", "ends"])),
@@ -58,11 +59,11 @@ ORDERS = st.sampled_from([FirstCome(), ShortestFirst(5), Priority(3)])
 class Machine(RuleBasedStateMachine):
     """The scheduler against what the test knows: jobs, arrivals, the fake device."""
 
-    @initialize(limits=limits(), order=ORDERS)
-    def start(self, limits: Limits, order) -> None:
+    @initialize(limits=limits(), order=ORDERS, overlapped=st.booleans())
+    def start(self, limits: Limits, order, overlapped: bool) -> None:
         self.limits, self.order = limits, order
         self.scheduler = Scheduler(limits, order)
-        self.device = Device(self.scheduler)
+        self.device = Device(self.scheduler, overlapped=overlapped)
         self.ranks: dict[object, tuple[int, int]] = {}
         self.arrivals = 0
         self.names = 0
@@ -119,8 +120,6 @@ class Machine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         """Everything left finishes, within a bound, and leaves nothing behind."""
-        if not hasattr(self, "scheduler"):
-            return
         work = sum(len(job.tokens) + job.max_tokens + 2 for job in self.device.jobs.values())
         for _ in range((len(self.device.jobs) + 1) * work):
             if not self.device.jobs:
@@ -136,7 +135,7 @@ class Machine(RuleBasedStateMachine):
     def once(self, lookahead: int, emitted) -> None:
         running = {number: slot.job.id for number, slot in self.device.slots.items()}
         waiting = set(self.device.jobs) - set(running.values())
-        step = self.scheduler.step(lookahead)
+        step = self.scheduler.step(lookahead, self.device.unreported)
         assert step.idle == (not self.device.jobs)
         assert step.ahead == 1 or not step.chunks
         assert step.ahead in (1, lookahead)
@@ -171,8 +170,6 @@ class Machine(RuleBasedStateMachine):
 
     @invariant()
     def pages_add_up(self) -> None:
-        if not hasattr(self, "scheduler"):
-            return
         seats = self.scheduler._seats
         entries = list(seats.prefixes)
         tables = [slot.table for slot in self.device.slots.values()]
@@ -189,8 +186,6 @@ class Machine(RuleBasedStateMachine):
     @invariant()
     def shared_pages_are_full(self) -> None:
         """A page with two owners lies within what each of them has computed and will not touch."""
-        if not hasattr(self, "scheduler"):
-            return
         seats = self.scheduler._seats
         for slot in self.device.slots.values():
             full = slot.length // self.limits.page_tokens
@@ -200,5 +195,5 @@ class Machine(RuleBasedStateMachine):
 
 def test_any_sequence_of_events() -> None:
     run_state_machine_as_test(
-        Machine, settings=settings(max_examples=120, stateful_step_count=30, deadline=None)
+        Machine, settings=settings(max_examples=200, stateful_step_count=30, deadline=None)
     )

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Hashable
 
 import pytest
 
 from deepinfer_jax.scheduling import (
     Chunk,
+    FirstCome,
     Grant,
     Job,
     Limits,
@@ -26,7 +28,7 @@ SHARING = dataclasses.replace(LIMITS, slots=3, pages=20, rows=30, snapshots=2, k
 TEXT = tuple(range(100, 130))
 
 
-def job(name: str, prompt: int, reply: int = 3, first: int = 0, **fields) -> Job:
+def job(name: Hashable, prompt: int, reply: int = 3, first: int = 0, **fields) -> Job:
     """A job whose prompt begins like TEXT, from place `first` on."""
     return Job(name, TEXT[first : first + prompt], reply, **fields)
 
@@ -73,20 +75,38 @@ def test_a_prompt_runs_in_chunks_within_the_rows():
 
 
 def test_without_mixed_steps_decoding_waits_for_prompts():
-    limits = dataclasses.replace(LIMITS, mixed=False)
-    scheduler, device = start(limits, job("a", 5))
+    limits = dataclasses.replace(LIMITS, rows=2, mixed=False)
+    scheduler, device = start(limits, job("a", 2))
     run(device)
-    scheduler.submit(late := job("b", 9, first=1))
+    scheduler.submit(late := job("b", 3, first=1))
     device.expect(late)
     steps = [run(device, 3) for _ in range(3)]
-    assert [(len(step.chunks), step.decode) for step in steps] == [(1, ()), (1, ()), (0, (0, 1))]
+    assert [(step.chunks, step.decode) for step in steps] == [
+        ((Chunk(1, "b", 0, 2, False),), ()),
+        ((Chunk(1, "b", 2, 1, True),), ()),
+        ((), (0, 1)),
+    ]
 
 
-def test_pages_for_the_look_and_no_more_than_the_reply_can_fill():
-    _, device = start(LIMITS, job("a", 3, reply=7))
-    assert run(device).grants == (Grant(0, 0, (0,)),)
-    assert run(device, lookahead=2).grants == (Grant(0, 1, (1,)),)  # 3 in the cache, 5 ahead
-    assert run(device, lookahead=50).grants == (Grant(0, 2, (2,)),)  # 10 tokens at most
+@pytest.mark.parametrize(("mixed", "granted"), [(True, (Grant(0, 1, (4,)),)), (False, ())])
+def test_pages_for_no_more_than_the_step_can_use(mixed, granted):
+    limits = dataclasses.replace(LIMITS, mixed=mixed)
+    _, device = start(limits, job("a", 4, 20), job("b", 12, first=1))
+    run(device)
+    step = run(device, lookahead=16)  # b is at its prompt still
+    assert (step.grants, step.ahead) == (granted, 1)
+
+
+def test_the_next_step_need_not_wait_for_the_tokens_of_the_last():
+    scheduler = Scheduler(LIMITS)
+    device = Device(scheduler, stopping=False, overlapped=True)
+    for each in (job("a", 4, 9), job("b", 6, 9, first=1)):
+        scheduler.submit(each)
+        device.expect(each)
+    steps = drain(device, lookahead=4)
+    assert [(len(step.chunks), step.decode) for step in steps] == [
+        (2, ()), (1, (0,)), (0, (0, 1)), (0, (0, 1)), (0, (0, 1)),
+    ], "and the last one in vain"  # fmt: skip
 
 
 # -- room ------------------------------------------------------------------------------------------
@@ -205,6 +225,41 @@ def test_a_job_does_not_wait_for_one_behind_it():
         assert seated(run(device)) == who
 
 
+def race() -> tuple[Scheduler, Device]:
+    """Two jobs at one prompt: "late" stands before "early", which began before it came."""
+    limits = dataclasses.replace(SHARING, rows=5, keep="ends")
+    scheduler, device = start(limits, job("early", 11), order=Priority(5))
+    run(device)
+    scheduler.submit(late := job("late", 11, priority=1))
+    device.expect(late)
+    run(device)
+    return scheduler, device
+
+
+def test_a_boundary_that_somebody_else_kept_cuts_no_chunk():
+    _, device = race()
+    step = run(device)
+    assert step.chunks == (Chunk(1, "late", 5, 3, False), Chunk(0, "early", 5, 2, False))
+    assert step.saved == (Saved(1, 0, 8),)
+    assert run(device).chunks == (Chunk(1, "late", 8, 3, True), Chunk(0, "early", 7, 2, False))
+
+
+def test_of_two_jobs_with_the_same_beginning_the_first_is_waited_for():
+    scheduler, device = race()
+    scheduler.submit(third := job("third", 11, priority=1))
+    device.expect(third)
+    assert seated(run(device)) == []
+    assert run(device).seated == (Seated(2, "third", 8, 0, 11),)
+
+
+def test_a_beginning_that_is_known_is_not_waited_for():
+    scheduler, device = race()
+    run(device)  # "late" keeps what "early" is still going to compute
+    scheduler.submit(third := job("third", 11))
+    device.expect(third)
+    assert run(device).seated == (Seated(2, "third", 8, 0, 11),)
+
+
 def test_the_prefix_cache_is_off_without_snapshots_and_for_jobs_that_say_so():
     off = dataclasses.replace(SHARING, snapshots=0)
     for limits, reuse in ((off, True), (SHARING, False)):
@@ -228,6 +283,13 @@ def test_new_weights_forget_every_beginning():
     assert [seat.reused for seat in run(device).seated] == [20]
 
 
+def test_new_weights_hold_for_jobs_that_wait():
+    scheduler, device = start(SHARING, job("a", 11))
+    scheduler.renew("new")
+    scheduler.submit(job("b", 11))
+    assert seated(run(device)) == ["a"]  # b waits for what it has in common with a
+
+
 def test_a_promise_of_old_weights_is_not_kept():
     limits = dataclasses.replace(SHARING, rows=5)
     scheduler, device = start(limits, job("a", 11), job("b", 11))
@@ -246,6 +308,22 @@ def test_the_order_decides_who_is_seated():
     limits = dataclasses.replace(LIMITS, slots=1)
     _, device = start(limits, *jobs, order=ShortestFirst(1))
     assert [name for step in drain(device) for name in seated(step)] == ["c", "b", "a"]
+
+
+@pytest.mark.parametrize("order", [FirstCome(), ShortestFirst(4), Priority(2)], ids=repr)
+def test_however_many_come_later_a_job_gets_its_turn(order):
+    long = job("long", 20, 9)
+    scheduler, device = start(LIMITS, long, order=order)
+    before: list[object] = []
+    for number in range(60):
+        for name in ((number, 0), (number, 1)):
+            scheduler.submit(tiny := job(name, 1, 2, first=number % 9, priority=9))
+            device.expect(tiny)
+        before += seated(run(device))
+        if "long" in before:
+            break
+    # Those that are seated at the same time are no loss: there were slots for all.
+    assert 0 <= before.index("long") <= order.overtaken(long)
 
 
 def test_cancelled_jobs_leave_nothing():
