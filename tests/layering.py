@@ -34,6 +34,7 @@ ORDER = (
     "steps",
     "rounds",
     "text",
+    "grammar",
     "loading",
     "requests",
     "prompts",

@@ -61,11 +61,11 @@ class Tokenizer:
         Raises ValueError for an id outside the vocabulary.
         """
         kept = ids if control else [token for token in ids if token not in self.control_ids]
-        return decoding.join_bytes(self._bytes, kept).decode("utf-8", "replace")
+        return decoding.join_bytes(self.token_bytes, kept).decode("utf-8", "replace")
 
     def stream(self) -> decoding.StreamDecoder:
         """A decoder for ids that come one by one."""
-        return decoding.StreamDecoder(self._bytes)
+        return decoding.StreamDecoder(self.token_bytes)
 
     def render_chat(
         self,
@@ -114,5 +114,6 @@ class Tokenizer:
         return deepseek_recipe.Tokenizer.from_str(self._source)
 
     @functools.cached_property
-    def _bytes(self) -> tuple[bytes, ...]:
+    def token_bytes(self) -> tuple[bytes, ...]:
+        """The bytes of every id; those of a control token are its spelling."""
         return decoding.token_bytes(self._full)
