@@ -15,6 +15,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+from deepinfer_jax.grammar import json_schema
 from deepinfer_jax.grammar.cursor import Cursor
 from deepinfer_jax.grammar.errors import GrammarError, explain
 from deepinfer_jax.grammar.schema import Grammar
@@ -145,7 +146,13 @@ class Compiler:
         )
 
     def _start_jobs(self) -> None:
-        """Fill the free places, with the lock held. Whoever is over time has given up its own."""
+        """Fill the free places, with the lock held. Whoever is over time has given up its own.
+
+        The threads are no daemons: Python would take the interpreter from under them at exit, and
+        the library crashes then. So the process ends when the running compilations have.
+        """
+        if not threading.main_thread().is_alive():
+            self._queue.clear()
         now = self._clock()
         self._running = [job for job in self._running if now < job.deadline]
         while self._queue and len(self._running) < self.settings.workers:
@@ -155,7 +162,7 @@ class Compiler:
                 continue
             self._running.append(job)
             name = "deepinfer-jax-grammar"
-            threading.Thread(target=self._work, args=(job,), name=name, daemon=True).start()
+            threading.Thread(target=self._work, args=(job,), name=name, daemon=False).start()
 
     def _work(self, job: _Job) -> None:
         try:
@@ -186,6 +193,8 @@ def build(grammar: Grammar, vocabulary: Vocabulary, limits: GrammarLimits) -> Co
     matcher = library.LLMatcher(vocabulary.handle, source, log_level=0, limits=bounds)
     if matcher.is_error():
         raise explain(grammar.kind, matcher.get_error())
+    if grammar.kind == "json":
+        json_schema.check_minima(grammar.text)
     Cursor(grammar.kind, vocabulary, matcher).row()  # something may come, or it may end at once
     return Compiled(grammar, vocabulary, tuple(matcher.get_grammar_warnings()), matcher)
 
@@ -196,4 +205,4 @@ def _lark(grammar: Grammar, library: ModuleType) -> str:
         return grammar.text + _BYTES_DECIDE
     if grammar.kind == "regex":
         return f"start: /{library.regex_to_lark(grammar.text, use_ascii='')}/{_BYTES_DECIDE}"
-    return f"start: %json {grammar.text}{_BYTES_DECIDE}"
+    return f"start: %json {json_schema.source(grammar.text)}{_BYTES_DECIDE}"

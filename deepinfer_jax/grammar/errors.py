@@ -62,6 +62,7 @@ _MEANINGS: tuple[tuple[str, Reason, str], ...] = (
         "unsupported",
         "control tokens cannot be part of a grammar; wait for one with trigger_token_ids",
     ),
+    (r"::=", "invalid", "write rules as Lark does, `start: ...`, not `root ::= ...`"),
     (r"", "invalid", "correct it"),
 )
 _NAMES = {"json": "JSON schema", "regex": "regular expression", "ebnf": "Lark grammar"}

@@ -112,6 +112,10 @@ def _token(name: str, value: object) -> None:
 def _plain(kind: str, schema: object) -> str:
     if not isinstance(schema, str):
         raise TypeError(f"schema must be text for kind {kind!r}, got {type(schema).__name__}")
+    try:
+        schema.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"schema holds half of a surrogate pair: {error}") from None
     if kind == "ebnf" and not schema.strip():
         raise ValueError('schema is empty; a Lark grammar has a rule such as start: "yes" | "no"')
     return schema

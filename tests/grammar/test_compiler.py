@@ -1,5 +1,7 @@
 """Compiling off the critical path: shared work, kept results, time-outs, poison."""
 
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -132,6 +134,22 @@ def test_a_poisoned_grammar_fails_alone(monkeypatch):
     kinds = [type(ticket.wait()) for ticket in outcomes]
     assert kinds == [Compiled, GrammarError, GrammarError, Compiled]
     assert "index out of bounds" in str(outcomes[1].outcome())
+
+
+def test_a_process_may_end_while_it_compiles():
+    code = """
+import time
+from deepinfer_jax.grammar import Compiler, Grammar, GrammarSettings, vocabulary
+words = vocabulary.from_bytes([None, *(bytes([i]) for i in range(256))], eos=0)
+compiler = Compiler(words, GrammarSettings(workers=1))
+for name in "ab":
+    schema = {"enum": [f"{name}{i}" * 20 for i in range(50_000)]}
+    ticket = compiler.submit(Grammar("json", schema))
+time.sleep(0.1)
+assert ticket.outcome() is None
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_trigger_tokens_that_the_model_lacks_are_refused_at_submission():

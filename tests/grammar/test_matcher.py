@@ -115,6 +115,16 @@ def _spelled(text):
     return "".join(rf"\x{{{ord(character):x}}}" for character in text)
 
 
+def test_a_mask_and_the_judgement_of_single_tokens_agree():
+    state = grammar.start(walks.compiled("json", PERSON))
+    text = '{"name": "Zoë", "age": 41, "tags": ["日本"], "more": {"a":[1,"b"]}}'
+    for token in walks.tokenizer().encode_user(text):
+        state.cursor.go(state.taken)
+        single = [t for t in range(walks.vocabulary().size) if state.cursor.accepts((t,)) == 1]
+        assert [t for t in walks.allowed(state) if t != EOS] == single
+        state = walks.step(state, token)
+
+
 # -- states are values -----------------------------------------------------------------------------
 
 

@@ -48,6 +48,7 @@ def test_so_args():
         (("json", "[" * 100_000), "nested too deep"),
         (("regex", {"a": 1}), "must be text for kind 'regex', got dict"),
         (("ebnf", " \n"), "schema is empty"),
+        (("regex", "a\ud800"), "half of a surrogate pair"),
         (("regex", "a", "57"), "trigger_token_ids must be a list of token ids"),
         (("regex", "a", [True]), "token ids"),
         (("regex", "a", [-1]), r"in \[0, 2\*\*31\), got -1"),

@@ -65,20 +65,25 @@ def random_walk(state: State, seed: int, most: int = 400) -> list[int]:
 def ending_walk(state: State, seed: int, most: int = 300) -> list[int] | None:
     """A random reply to a grammar that need not end, drawn towards what closes and ends.
 
+    Mostly of single characters of a few kinds, so that names are hit and numbers come near bounds.
     None where it does not get there: a string that has to hold a certain word somewhere.
     """
     draw = random.Random(seed)
     closing = {by_bytes()[word] for word in (b'"', b"}", b"]")}
+    small = {by_bytes()[bytes([byte])] for byte in b'ab"\\u061:,{}[]0123456789-.eEtrufalsn+'}
     tokens = []
     while not state.phase.finished:
         if len(tokens) == most:
             return None
         may = allowed(state)
         near = [token for token in may if token in closing]
-        if vocabulary().eos in may and draw.random() < 0.5:
+        single = [token for token in may if token in small]
+        if vocabulary().eos in may and draw.random() < 0.3:
             may = [vocabulary().eos]
-        elif near and draw.random() < 0.4:
+        elif near and draw.random() < 0.3:
             may = near
+        elif single and draw.random() < 0.7:
+            may = single
         tokens.append(draw.choice(may))
         state = step(state, tokens[-1])
     return tokens
