@@ -16,11 +16,13 @@ the requests that have a state (engine spec 9):
         device, where `expand(packed, V)` makes the bool mask that `sampling.sample` takes
     (d) state = advance(state, tokens that were emitted); end the request if it has a failure
 
-`masks(state, ())` before drafting gives the mask of the first draft. A state is a value: `masks`
-does not change it, and a state from long ago still works. After preemption
-`advance(start(compiled), everything emitted)` is an equal state. The states that come from one
-`start` share a matcher that is moved to whichever is asked about, so two threads must not use them
-at once; different requests may, and llguidance lets other threads run while it works.
+`masks(state, ())` gives the mask of one row: of the first token after the prompt, and, asked before
+drafting, of the first draft.
+
+A state is a value: `masks` does not change it, and a state from long ago still works. After
+preemption `advance(start(compiled), everything emitted)` is an equal state. The states that come
+from one `start` share a matcher that is moved to whichever is asked about, so two threads must not
+use them at once; different requests may, and llguidance lets other threads run while it works.
 
 llguidance, the extra `structured`, is imported when a vocabulary is made, not before.
 """

@@ -58,6 +58,12 @@ class Cursor:
                 raise self._failure()
         self._base, self._ahead = base, ahead
 
+    def settle(self) -> tuple[int, ...]:
+        """All tokens up to this place, as one tuple that `go` will know again."""
+        if self._ahead:
+            self._base, self._ahead = self._base + self._ahead, ()
+        return self._base
+
     def row(self) -> np.ndarray:
         """Mask [W] uint32 of what may come next; the end token where the grammar may end.
 

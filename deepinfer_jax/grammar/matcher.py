@@ -96,37 +96,38 @@ def advance(state: State, tokens: Sequence[int]) -> State:
     """
     if state.failure is not None:
         return state
-    rule, phase, masked, fresh = state.trigger, state.phase, state.masked, []
+    rule, phase, masked = state.trigger, state.phase, state.masked
+    fresh: dict[int, int | None] = {}
     for place, token in enumerate(map(int, tokens)):
         after = trigger.advance(rule, phase, token, state.compiled.vocabulary.eos)
         if after is None:
             return _failed(state, _rejected(place, token))
         masked = masked or (trigger.constrained(rule, phase) and not phase.finished)
         if _in_grammar(rule, phase):
-            fresh.append(None if after.finished else token)
+            fresh[place] = None if after.finished else token
         phase = after
     try:
-        return _taken(state, phase, masked, fresh, tokens)
+        taken = _taken(state, fresh) if fresh else state.taken
+        return dataclasses.replace(state, phase=phase, taken=taken, masked=masked)
     except GrammarError as error:
         return _failed(state, error)
 
 
-def _taken(
-    state: State, phase: Phase, masked: bool, fresh: list[int | None], tokens: Sequence[int]
-) -> State:
-    """`state` after the grammar took `fresh`, the last of `tokens`; None is the end token."""
-    text = tuple(token for token in fresh if token is not None)
-    first = len(tokens) - len(fresh)
+def _taken(state: State, fresh: dict[int, int | None]) -> tuple[int, ...]:
+    """What the grammar has taken after `fresh`, tokens by their place; None is the end token.
+
+    Raises GrammarError for one that is not allowed where it stands.
+    """
+    places = list(fresh)
+    text = tuple(token for token in fresh.values() if token is not None)
     state.cursor.go(state.taken)
     good = state.cursor.accepts(text)
     if good < len(text):
-        raise _rejected(first + good, text[good])
-    taken = state.taken + text if text else state.taken
-    if len(text) < len(fresh):
-        state.cursor.go(taken)
-        if not state.cursor.may_end():
-            raise _rejected(first + good, state.compiled.vocabulary.eos)
-    return dataclasses.replace(state, phase=phase, taken=taken, masked=masked)
+        raise _rejected(places[good], text[good])
+    state.cursor.go(state.taken, text)
+    if len(text) < len(fresh) and not state.cursor.may_end():
+        raise _rejected(places[good], state.compiled.vocabulary.eos)
+    return state.cursor.settle()
 
 
 def masks(state: State, drafts: Sequence[int] = ()) -> Masks:

@@ -168,9 +168,12 @@ def test_replay_gives_an_equal_state():
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_drafts_are_cut_at_the_first_illegal_one(seed):
-    state = grammar.start(walks.compiled("json", {**PERSON, "x-guidance": COMPACT}))
-    right, draw = walks.random_walk(state, seed), random.Random(seed)
+@pytest.mark.parametrize("begin", [{}, {"trigger_token_ids": (7, 20, 7), "bound_token_id": 30}])
+def test_drafts_are_cut_at_the_first_illegal_one(seed, begin):
+    state = grammar.start(walks.compiled("json", {**PERSON, "x-guidance": COMPACT}, **begin))
+    free = [25, 7, 20, 25, 30, 7, 20, 7] if begin else []
+    right = free + walks.random_walk(walks.step(state, *free), seed)
+    draw = random.Random(seed)
     for place in range(0, len(right), 3):
         drafts = right[place : place + 5]
         if draw.random() < 0.7:
@@ -203,6 +206,20 @@ def test_the_end():
     assert walks.allowed(closed) == [EOS]
 
 
+def test_the_published_status():
+    made = walks.compiled("regex", "ab*", trigger_token_ids=(7, 20), bound_token_id=30)
+    state = grammar.start(made)
+    letter = walks.by_bytes()[b"a"]
+    for token, status in ((25, 0), (7, 0), (20, 1), (letter, 2), (EOS, 2)):
+        state = walks.step(state, token)
+        assert state.status == status
+    forced = walks.step(grammar.start(made), 30)
+    assert forced.status == 1
+    assert walks.allowed(forced) == [7]
+    assert walks.step(forced, 7).status == 2
+    assert grammar.advance(forced, [letter]).status == -1
+
+
 def test_a_forbidden_token_fails_the_state_for_good():
     given = grammar.start(walks.compiled("regex", "ab*"))
     wrong = walks.tokenizer().encode_user("ba")
@@ -212,6 +229,10 @@ def test_a_forbidden_token_fails_the_state_for_good():
     assert "tokens[0] is" in str(failed.failure)
     assert grammar.advance(failed, wrong) is failed
     assert grammar.masks(failed).failure is failed.failure
+    late = [*walks.tokenizer().encode_user("ab"), EOS, 9, 25]
+    assert walks.step(given, *late).phase.finished  # what comes after the end is not looked at
+    wrong = [*late[:-3], 3, EOS, 9]
+    assert f"tokens[{len(late) - 3}] is 3," in str(grammar.advance(given, wrong).failure)
     assert "tokens[0] is 1," in str(grammar.advance(given, [EOS]).failure)
     assert grammar.advance(given, [3]).failure is not None
     assert EOS not in walks.allowed(given)  # the state itself is as it was
