@@ -28,7 +28,8 @@ import numpy as np
 from environment import machine, versions, write_result
 
 import deepinfer_jax as di
-from deepinfer_jax import batching, info, loading, quant
+from deepinfer_jax import info, loading, quant
+from deepinfer_jax.engine import sizes
 from deepinfer_jax.rounds import Running
 
 LARGE = 512 << 20
@@ -94,11 +95,11 @@ def cache_bytes(cfg: di.ModelConfig, length: float) -> float:
 
 def decode(model: di.Model, batch: int, prompt_tokens: int, repeats: int) -> dict[str, Any]:
     """Seconds of one decode step, `repeats` samples of MOST_STEPS steps each."""
-    cfg, numerics, steps = model.cfg, model.numerics, batching.MOST_STEPS
+    cfg, numerics, steps = model.cfg, model.numerics, sizes.MOST_STEPS
     rng = np.random.default_rng(0)
     prompts = rng.integers(8, cfg.vocab_size, (batch, prompt_tokens), np.int32)
     length = prompt_tokens + steps * (repeats + 2)
-    capacity = min(max(batching.SHORTEST_CAPACITY, length), model.max_length)
+    capacity = min(max(sizes.SHORTEST_CAPACITY, length), model.max_length)
     if length > capacity:
         raise SystemExit(f"{length} tokens exceed the model's {model.max_length}: lower --repeats")
     sampling = di.make_sampling(batch, 1.0, seeds=range(batch))
@@ -110,7 +111,7 @@ def decode(model: di.Model, batch: int, prompt_tokens: int, repeats: int) -> dic
         tokens=sampled.token,
         active=jnp.ones((batch,), bool),
         left=jnp.full((batch,), 2**30, jnp.int32),
-        stops=jnp.full((batch, batching.STOP_IDS), -1, jnp.int32),
+        stops=jnp.full((batch, sizes.STOP_IDS), -1, jnp.int32),
     )
     many = jax.jit(
         di.decode_many, static_argnames=("cfg", "numerics", "steps"), donate_argnames="cache"

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from deepinfer_jax import batching
+from deepinfer_jax import engine
 from deepinfer_jax import prompts as prompting
-from deepinfer_jax.batching import Batch, Update
+from deepinfer_jax.engine import Update
+from deepinfer_jax.grammar import Grammar
 from deepinfer_jax.loading import Model
 from deepinfer_jax.planning.policies import OFF, Policy
 from deepinfer_jax.requests import Options, Request, Result
@@ -28,6 +29,7 @@ def generate(
     stop_token_ids: Sequence[int] = (),
     thinking: bool = False,
     effort: Effort | None = None,
+    grammar: Grammar | None = None,
     batch_size: int | None = None,
     speculative: Policy = OFF,
 ) -> list[Result]:
@@ -35,7 +37,7 @@ def generate(
 
     A prompt is a string (one user message), a list of messages, a list of token ids, or a mapping
     with one of these as `prompt`, `messages` or `tokens` and any of its own `id`, `tools`, `schema`
-    and keyword arguments of this function but `batch_size`.
+    and keyword arguments of this function but `batch_size` and `speculative`.
 
     A reply depends on the model, its own prompt and options and its noise seed, bit for bit: not on
     the other prompts, `batch_size` or padding. The noise seed is derived from `seed` and the
@@ -49,16 +51,20 @@ def generate(
       top_p, top_k, min_p: truncation; 1.0, -1 and 0.0 keep everything.
       stop: strings that end a reply, before them; stop_token_ids: ids, beside the end token.
       thinking, effort: let the model reason first, and for how long (low, high, xhigh or max).
+      grammar: what the replies must follow (`grammar.Grammar`); needs the extra `structured`.
       batch_size: most prompts in work at once; default 8. Changes speed and memory only.
       speculative: use of the model's drafter, from `planning`; default none. Changes speed only.
 
     Raises:
       TypeError, ValueError: the first prompt or option that cannot be run; nothing was compiled.
       FloatingPointError: the model produced a value that is not a number.
+      GrammarError: a grammar could not be compiled, or a reply could not go on under it.
+      ImportError: a request has a grammar and llguidance is not installed.
     """
     options = Options(
         max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p,
         seed=seed, stop=stop, stop_token_ids=stop_token_ids, thinking=thinking, effort=effort,
+        grammar=grammar,
     )  # fmt: skip
     requests = _requests(model, prompts, options)
     made = updates(model, requests, batch_size=batch_size, speculative=speculative)
@@ -66,7 +72,15 @@ def generate(
 
 
 def _results(made: Iterator[Update], count: int) -> list[Result]:
-    found = {update.index: update.result for update in made if update.result}
+    found, failed = {}, []
+    for update in made:
+        if update.result:
+            found[update.index] = update.result
+        if update.error:
+            failed.append(update.error)
+    if failed:
+        failed[0].add_note(f"{len(found)} of {count} requests have results: `updates` gives them")
+        raise failed[0]
     assert len(found) == count, f"{len(found)} results of {count} requests"
     return [found[index] for index in range(count)]
 
@@ -85,6 +99,7 @@ def stream(
     stop_token_ids: Sequence[int] = (),
     thinking: bool = False,
     effort: Effort | None = None,
+    grammar: Grammar | None = None,
     speculative: Policy = OFF,
 ) -> Iterator[str]:
     """The reply to one prompt as it comes; its pieces join to the text that `generate` returns.
@@ -94,10 +109,18 @@ def stream(
     options = Options(
         max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p,
         seed=seed, stop=stop, stop_token_ids=stop_token_ids, thinking=thinking, effort=effort,
+        grammar=grammar,
     )  # fmt: skip
     requests = _requests(model, [prompt], options)
-    made = updates(model, requests, eager=True, speculative=speculative)
-    return (update.text for update in made if update.text)
+    return _texts(updates(model, requests, eager=True, speculative=speculative))
+
+
+def _texts(made: Iterator[Update]) -> Iterator[str]:
+    for update in made:
+        if update.error:
+            raise update.error
+        if update.text:
+            yield update.text
 
 
 def updates(
@@ -114,10 +137,7 @@ def updates(
     `eager` is for a reader who watches: the first looks come after 1, 2, 4, 8 rounds instead of
     after 16 each.
     """
-    slots = batching.slots_for(len(requests), batch_size)
-    if not requests:
-        return iter(())
-    return Batch(model, requests, slots, eager=eager, policy=speculative).run()
+    return engine.run(model, requests, batch_size=batch_size, eager=eager, policy=speculative)
 
 
 def _requests(model: Model, prompts: Sequence[Any], options: Options) -> list[Request]:

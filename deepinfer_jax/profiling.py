@@ -22,9 +22,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from deepinfer_jax import batching, rounds, sampling
 from deepinfer_jax import cache as caches
+from deepinfer_jax import rounds, sampling
 from deepinfer_jax.cache import Cache
+from deepinfer_jax.engine import Sizes, make_sizes
+from deepinfer_jax.engine import programs as engine_programs
+from deepinfer_jax.engine.sizes import (
+    MOST_STEPS,
+    PREFILL_ROWS,
+    SHORTEST_CAPACITY,
+    STOP_IDS,
+)
 from deepinfer_jax.loading import Model
 from deepinfer_jax.planning.cost_table import CostTable, Curve
 from deepinfer_jax.planning.schedules import Fill, Lengths
@@ -85,8 +93,7 @@ def measure(
     if not wanted or any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in wanted):
         raise ValueError(f"slots must be integers of at least 1, got {list(slots)}")
     made = {
-        count: caches.init_cache(model.cfg, model.numerics, count, batching.SHORTEST_CAPACITY)
-        for count in wanted
+        count: _empty(model, make_sizes(count, SHORTEST_CAPACITY, model.cfg)) for count in wanted
     }
     programs = _programs(model, made, note)
     return CostTable(
@@ -142,9 +149,18 @@ def _curve(
     return Curve(slots, tuple(rows for size, rows in times if size), tuple(drafted), plain)
 
 
+def _empty(model: Model, sizes: Sizes) -> Cache:
+    """The engine's cache, every slot with all its pages."""
+    cache = caches.init_cache(
+        model.cfg, model.numerics, sizes.slots, sizes.capacity, paging=sizes.paging
+    )
+    pages = jnp.arange(sizes.pages, dtype=jnp.int32).reshape(sizes.slots, -1)
+    return dataclasses.replace(cache, pages=pages)
+
+
 def _prefill(model: Model, cache: Cache) -> Callable[..., Any]:
-    rows = batching.make_rows([], batching.PREFILL_ROWS[-1])
-    return batching.prefill_program.lower(
+    rows = engine_programs.make_rows([], PREFILL_ROWS[-1])
+    return engine_programs.prefill_program.lower(
         model.params, model.tables, rows, cache, _options(cache.slots), model.cfg, model.numerics
     ).compile()
 
@@ -152,14 +168,14 @@ def _prefill(model: Model, cache: Cache) -> Callable[..., Any]:
 def _filled(model: Model, cache: Cache, prefill: Callable[..., Any]) -> Cache:
     """The cache with a prompt of random tokens in every slot; `cache` is used up."""
     rng = np.random.default_rng(0)
-    size, options = batching.PREFILL_ROWS[-1], _options(cache.slots)
+    size, options = PREFILL_ROWS[-1], _options(cache.slots)
     every = [
         (int(rng.integers(model.cfg.vocab_size)), slot, position)
         for slot in range(cache.slots)
         for position in range(PROMPT)
     ]
     for start in range(0, len(every), size):
-        rows = batching.make_rows(every[start : start + size], size)
+        rows = engine_programs.make_rows(every[start : start + size], size)
         _, cache = prefill(model.params, model.tables, rows, cache, options)
     return cache
 
@@ -175,11 +191,11 @@ def _arguments(model: Model, cache: Cache, size: int) -> tuple[tuple[Any, ...], 
         tokens=jnp.zeros((slots,), jnp.int32),
         active=jnp.ones((slots,), bool),
         left=jnp.full((slots,), 2**30, jnp.int32),
-        stops=jnp.full((slots, batching.STOP_IDS), -1, jnp.int32),
+        stops=jnp.full((slots, STOP_IDS), -1, jnp.int32),
     )
     schedule = Fill(np.ones(block, np.float32)) if size else Lengths(np.int32(0))
     more = {
-        "limit": np.int32(batching.MOST_STEPS), "leave": np.bool_(False), "schedule": schedule,
+        "limit": np.int32(MOST_STEPS), "leave": np.bool_(False), "schedule": schedule,
     }  # fmt: skip
     return (model.params, model.tables, running, cache, _options(slots)), more
 
@@ -187,8 +203,8 @@ def _arguments(model: Model, cache: Cache, size: int) -> tuple[tuple[Any, ...], 
 def _compiled(model: Model, cache: Cache, size: int, rows: int) -> Callable[..., Any]:
     """The engine's own program of these sizes."""
     given, more = _arguments(model, cache, size)
-    lowered = batching.decode_program.lower(
-        *given, model.cfg, model.numerics, steps=batching.MOST_STEPS, size=size, rows=rows,
+    lowered = engine_programs.decode_program.lower(
+        *given, model.cfg, model.numerics, steps=MOST_STEPS, size=size, rows=rows,
         mode="coupled", **more,
     )  # fmt: skip
     return lowered.compile()
@@ -209,5 +225,5 @@ def _round_ms(
             jax.block_until_ready(program(*given, **more))
             if turn:
                 spent = time.perf_counter() - start
-                samples[size, rows].append(1e3 * spent / batching.MOST_STEPS)
+                samples[size, rows].append(1e3 * spent / MOST_STEPS)
     return {sizes: statistics.median(each) for sizes, each in samples.items()}

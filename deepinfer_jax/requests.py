@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from deepinfer_jax import sampling
+from deepinfer_jax.grammar import Grammar
 from deepinfer_jax.text.chat import Effort
 
 FinishReason = Literal["stop", "length"]
@@ -27,6 +28,8 @@ class Options:
       stop: strings that end the reply; the text ends before the first of them.
       stop_token_ids: token ids that end it, beside the model's end token.
       thinking, effort: how a chat prompt is rendered (`Tokenizer.render_chat`).
+      grammar: what the reply must follow, or a mapping of its fields, or of the published engine's
+        `so_args` (`schema_type`, `schema`, ...). Needs the extra `structured`.
     """
 
     max_tokens: int = 256
@@ -39,6 +42,7 @@ class Options:
     stop_token_ids: Sequence[int] = ()
     thinking: bool = False
     effort: Effort | None = None
+    grammar: Grammar | Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         _integer("max_tokens", self.max_tokens, 1, 2**31)
@@ -56,6 +60,8 @@ class Options:
             raise TypeError(f"thinking must be true or false, got {self.thinking!r}")
         if self.effort not in _EFFORTS:
             raise ValueError(f"effort must be one of {_EFFORTS}, got {self.effort!r}")
+        if self.grammar is not None and not isinstance(self.grammar, Grammar):
+            object.__setattr__(self, "grammar", Grammar.from_mapping(self.grammar))
 
     def _settle_stops(self) -> None:
         """Check `stop` and `stop_token_ids` and make tuples of them."""

@@ -281,17 +281,32 @@ def speculate(
         room = _room(running.active, rows)
         wanted = schedule.lengths(confidence, jnp.maximum(most, 0), room)
         scheduled = fitting(wanted, most, rows)
+    return settle(
+        params, tables, running, drafts, confidence, scheduled, cache, sampling, cfg, numerics,
+        rows=rows, draft_logits=logits, mask=mask,
+    )  # fmt: skip
+
+
+def settle(
+    params: Any, tables: Tables, running: Running, drafts: jax.Array, confidence: jax.Array,
+    scheduled: jax.Array, cache: Cache, sampling: Sampling, cfg: ModelConfig, numerics: Numerics,
+    *, rows: int, draft_logits: jax.Array | None = None, mask: jax.Array | None = None,
+) -> tuple[Round, Running, Cache]:  # fmt: skip
+    """The second half of a round: verify `scheduled` [B] of the drafts [B, N] and commit.
+
+    `scheduled` must fit `rows` (see `fitting`); the other arguments are those of `verify`.
+    """
     sampled, cache = _verify(
         params, tables, running.tokens, drafts, scheduled, running.active, cache, sampling, cfg,
-        numerics, rows, logits, mask,
+        numerics, rows, draft_logits, mask,
     )  # fmt: skip
     right = samplers.accepted(sampled.token, drafts, scheduled)
-    emitted, running, count = _commit(running, sampled.token, right)
+    emitted, running, count = commit(running, sampled.token, right)
     cache = dataclasses.replace(cache, lengths=cache.lengths + count)
     return Round(sampled, emitted, drafts, confidence, scheduled, right), running, cache
 
 
-def _commit(
+def commit(
     running: Running, tokens: jax.Array, right: jax.Array
 ) -> tuple[jax.Array, Running, jax.Array]:
     """Emit tokens [B, N + 1] up to the one after `right` [B] accepted drafts.

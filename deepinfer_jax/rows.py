@@ -61,6 +61,11 @@ def batch_rows(tokens: jax.Array, lengths: jax.Array) -> Rows:
     return text_rows(tokens.reshape(-1), slots.reshape(-1), positions.reshape(-1))
 
 
+def join_rows(first: Rows, second: Rows) -> Rows:
+    """The rows of two calls as one; no slot may have rows in both, nor either have embeddings."""
+    return jax.tree.map(lambda a, b: jnp.concatenate([a, b]), first, second)
+
+
 def take_rows(rows: Rows, index: jax.Array) -> Rows:
     """The rows at `index` [N]; -1 gives a padding row."""
     safe = jnp.maximum(index, 0)

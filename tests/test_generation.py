@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 
 import deepinfer_jax as di
-from deepinfer_jax import batching, generation
+from deepinfer_jax import engine, generation
+from deepinfer_jax.engine import programs
+from deepinfer_jax.engine.sizes import SHORTEST_CAPACITY
 from deepinfer_jax.prompts import make_requests
 from deepinfer_jax.requests import Options
 from deepinfer_jax.training import corpus
@@ -67,12 +69,16 @@ def test_replies_do_not_depend_on_batch_order_or_padding():
 
 def test_replies_do_not_depend_on_where_the_host_looks(monkeypatch):
     """Any number of decode steps between two looks, prompts cut elsewhere."""
-    monkeypatch.setattr(batching, "prefill_rows", lambda waiting: 32)
-    prompts = real_prompts()[:7]
-    batch = batching.Batch(tiny_model.model(), make(prompts), 1, eager=True)
+    monkeypatch.setattr(engine.engine, "prefill_rows", lambda waiting: 32)
+    prompts, model = real_prompts()[:7], tiny_model.model()
+    requests = make(prompts)
+    one = engine.sizes_for(requests, model.cfg, model.max_length, 1)
+    running = engine.Engine(model, one, eager=True)
+    for request in requests:
+        running.submit(request)
     found = []
-    for number, update in enumerate(batch.run()):
-        batch._limit = 1 + number % 4
+    for number, update in enumerate(running.updates()):
+        running._limit = 1 + number % 4
         found += [update.result] if update.result else []
     assert found == [one_by_one()[prompt["id"]] for prompt in prompts]
 
@@ -89,14 +95,14 @@ def test_a_reply_is_that_of_the_transitions():
     (request,) = make([{"prompt": "What is 12 + 7?", "max_tokens": 4, "temperature": 0.8}])
     (result,) = di.generate(model, [{"prompt": "What is 12 + 7?", "seed": request.seed}],
                             max_tokens=4, temperature=0.8)  # fmt: skip
-    cache = di.init_cache(model.cfg, model.numerics, 1, batching.SHORTEST_CAPACITY)
+    cache = di.init_cache(model.cfg, model.numerics, 1, SHORTEST_CAPACITY)
     sampling = di.make_sampling(1, 0.8, seeds=[request.seed])
     new, found = list(request.tokens), []
     for _ in range(4):
         start = int(cache.lengths[0])
         part = [(token, 0, start + i) for i, token in enumerate(new)]
-        sampled, cache = batching.prefill_program(
-            model.params, model.tables, batching.make_rows(part, 32), cache, sampling,
+        sampled, cache = programs.prefill_program(
+            model.params, model.tables, programs.make_rows(part, 32), cache, sampling,
             model.cfg, model.numerics,
         )  # fmt: skip
         new = [int(sampled.token[0])]
@@ -106,13 +112,14 @@ def test_a_reply_is_that_of_the_transitions():
 
 def test_prompts_of_every_length_share_the_programs():
     one_by_one()
-    before = batching.prefill_program._cache_size(), batching.decode_program._cache_size()
+    every = (programs.fill_program, programs.decode_program)
+    before = [program._cache_size() for program in every]
     prompts = [
         {"tokens": [7] * n, "max_tokens": m} for n, m in ((1, 1), (33, 3), (64, 17), (15, 2))
     ]
     for prompt in prompts:
         di.generate(tiny_model.model(), [prompt])
-    assert (batching.prefill_program._cache_size(), batching.decode_program._cache_size()) == before
+    assert [program._cache_size() for program in every] == before
 
 
 def test_a_stream_joins_to_the_text():

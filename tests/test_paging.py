@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deepinfer_jax import batching, params, snapshots, steps, tables
 from deepinfer_jax import cache as caches
+from deepinfer_jax import params, snapshots, steps, tables
 from deepinfer_jax.cache import Paging
+from deepinfer_jax.engine.programs import make_rows
 from deepinfer_jax.numerics import Numerics
 from tests.small import CONFIG
 
@@ -42,7 +43,7 @@ def fed(cache, every):
     found = []
     for start in range(0, len(every), CALL):
         part = every[start : start + CALL]
-        rows = batching.make_rows(part, CALL)
+        rows = make_rows(part, CALL)
         out, cache = _extend(*model(), rows, cache, CFG, NUMERICS)
         found.append(np.asarray(out, np.float32)[: len(part)])
     return np.concatenate(found), cache

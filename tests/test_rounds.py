@@ -12,8 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import deepinfer_jax as di
-from deepinfer_jax import planning, rounds
-from deepinfer_jax.batching import Batch
+from deepinfer_jax import engine, planning, rounds
 from deepinfer_jax.planning.policies import Memory, Move, Policy
 from deepinfer_jax.prompts import make_requests
 from deepinfer_jax.requests import Options
@@ -106,7 +105,7 @@ def test_no_use_of_the_drafter_changes_a_bit(moves, order):
         [prompts()[n] for n in order], Options(seed=8), model.tokenizer, model.cfg,
         model.max_length,
     )  # fmt: skip
-    made = Batch(model, asked, SLOTS, eager=False, policy=Drawn(moves)).run()
+    made = engine.run(model, asked, batch_size=SLOTS, policy=Drawn(moves))
     found = {update.index: update.result for update in made if update.result}
     assert [found[place] for place in range(9)] == [plain()[n] for n in order]
 

@@ -21,6 +21,7 @@ from deepinfer_jax.cli.speculation import add_option, check_option, policy_of
 
 if TYPE_CHECKING:
     from deepinfer_jax.cli.records import Lines
+    from deepinfer_jax.grammar import Grammar
     from deepinfer_jax.loading import Model
     from deepinfer_jax.planning.policies import Policy
     from deepinfer_jax.requests import Options, Request
@@ -34,8 +35,8 @@ finishes: to --out, or to the terminal.
 A prompt file has one JSON object per line: {"prompt": TEXT}, {"messages": [...]} or
 {"tokens": [...]}, and optionally "id", "tools", "schema" and any option of the reply below as
 "max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids",
-"thinking", "effort". A reply depends on the model, its own prompt and options, --seed and its id
-(default: its index), never on the other prompts or the batch size.
+"thinking", "effort", "grammar". A reply depends on the model, its own prompt and options, --seed
+and its id (default: its index), never on the other prompts or the batch size.
 """
 _EPILOG = """\
 Compiled programs are kept in $JAX_COMPILATION_CACHE_DIR, by default in
@@ -96,11 +97,13 @@ def _add_options(add: Any) -> None:
     )
     add("--thinking", action="store_true", default=None, help="let the model reason first")
     add("--effort", metavar="LEVEL", help="low, high, xhigh or max: how long to reason")
+    add("--json-schema", type=Path, metavar="FILE", help="replies are JSON values of this schema")
+    add("--regex", metavar="EXPRESSION", help="replies match this as a whole")
 
 
 def run(args: argparse.Namespace) -> int:
     """Generate; returns the exit status. Raises Refused for input that cannot be run."""
-    from deepinfer_jax import batching, loading
+    from deepinfer_jax import engine, loading
     from deepinfer_jax.cli import records
 
     _check_files(args)
@@ -110,7 +113,7 @@ def run(args: argparse.Namespace) -> int:
         requests = _requests(args, prompts, places)
         asked = [records.asked(request, args.model) for request in requests]
         records.check_asked(asked, places)
-        batching.slots_for(len(requests), args.batch_size)
+        engine.slots_for(len(requests), args.batch_size)
     except (TypeError, ValueError, OSError) as error:
         raise Refused(str(error)) from None
     require_device()
@@ -126,7 +129,7 @@ def run(args: argparse.Namespace) -> int:
         if path:
             records.check_numerics(path, skip, model.numerics.fingerprint())
         indices = [i for i, request in enumerate(requests) if str(request.id) not in skip]
-        slots = batching.slots_for(max(len(indices), 1), args.batch_size)
+        slots = engine.slots_for(max(len(indices), 1), args.batch_size)
         policy = policy_of(args.speculative, model, slots)
         if len(args.prompt) == 1 and not skip:
             lines = records.Lines(out, asked, in_order=False, indices=[0]) if out else None
@@ -201,7 +204,19 @@ def _options(args: argparse.Namespace) -> Options:
     from deepinfer_jax.requests import Options
 
     given = {field.name: getattr(args, field.name, None) for field in fields(Options)}
+    given["grammar"] = _grammar(args)
     return Options(**{name: value for name, value in given.items() if value is not None})
+
+
+def _grammar(args: argparse.Namespace) -> Grammar | None:
+    """Of --json-schema or --regex. Raises ValueError or OSError for one that cannot be read."""
+    from deepinfer_jax.grammar import Grammar
+
+    if args.json_schema is not None and args.regex is not None:
+        raise ValueError("give --json-schema or --regex, one of the two")
+    if args.json_schema is not None:
+        return Grammar("json", args.json_schema.read_text(encoding="utf-8"))
+    return None if args.regex is None else Grammar("regex", args.regex)
 
 
 def _stream(model: Model, request: Request, lines: Lines | None, policy: Policy) -> None:
@@ -213,6 +228,8 @@ def _stream(model: Model, request: Request, lines: Lines | None, policy: Policy)
     for update in generation.updates(model, [request], eager=True, speculative=policy):
         sys.stdout.write(update.text)
         sys.stdout.flush()
+        if update.error:
+            raise update.error
         if update.result and lines is not None:
             lines.write(update.result, 0)
     sys.stdout.write("\n")
@@ -234,6 +251,7 @@ def _many(
         return
     progress = Progress(len(indices), sys.stderr)
     tokens: dict[int, int] = {}
+    failed: list[Exception] = []
     done = 0
     due = [requests[i] for i in indices]
     progress.show(0, 0)
@@ -244,12 +262,16 @@ def _many(
             if update.result:
                 done += 1
                 lines.write(update.result, indices[update.index])
+            failed += [update.error] if update.error else []
             progress.show(done, sum(tokens.values()))
     except KeyboardInterrupt:
         raise KeyboardInterrupt(_interrupted(args, done, len(due))) from None
     finally:
         progress.close()
         lines.close()
+    if failed:
+        failed[0].add_note(f"{len(failed)} of {len(due)} requests failed, {done} have results")
+        raise failed[0]
 
 
 def _interrupted(args: argparse.Namespace, done: int, total: int) -> str:

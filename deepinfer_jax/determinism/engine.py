@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from deepinfer_jax import engine as engines
 from deepinfer_jax import rounds
-from deepinfer_jax.batching import Batch
 from deepinfer_jax.cache import Cache
 from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.determinism import feeding
@@ -70,7 +70,8 @@ def engine(setup: Setup) -> Iterator[Pair]:
     for policy, eager in ((OFF, False), (_Filled(block) if block else OFF, True)):
         numbers = rng.permutation(np.tile(np.arange(len(setup.references)), 2)).tolist()
         requests = [_shortened(setup.references[n].request, rng) for n in numbers]
-        for update in Batch(setup.model, requests, BATCH, eager=eager, policy=policy).run():
+        made = engines.run(setup.model, requests, batch_size=BATCH, eager=eager, policy=policy)
+        for update in made:
             if update.result is not None:
                 reference = setup.references[numbers[update.index]]
                 yield _reply(reference, update.result, setup.model.cfg.eos_token_id)

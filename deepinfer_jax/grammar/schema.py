@@ -58,6 +58,18 @@ class Grammar:
         return self.schema
 
     @classmethod
+    def from_mapping(cls, value: Mapping[str, Any]) -> Grammar:
+        """The grammar of a mapping with the fields of this class, or of `so_args`.
+
+        Raises ValueError or TypeError that says which key, what was expected and what came.
+        """
+        if not isinstance(value, Mapping):
+            raise TypeError(f"grammar must be a mapping, got {reprlib.repr(value)}")
+        if "kind" not in value:
+            return cls.from_so_args(value)
+        return cls.from_so_args({"schema_type" if k == "kind" else k: v for k, v in value.items()})
+
+    @classmethod
     def from_so_args(cls, so_args: Mapping[str, Any]) -> Grammar:
         """The grammar of the published engine's `so_args` (engine spec 9), `schema_type` and all.
 

@@ -129,6 +129,15 @@ class Scheduler:
         for ticket in waiting:
             self._waiting.add(ticket)
 
+    def restart(self) -> None:
+        """The device has lost its state: running jobs wait again, in their old places, with what
+        they had emitted; no beginning is known.
+        """
+        self._seats.prefixes.clear()
+        for seat in list(self._seats):
+            self._seats.leave(seat)
+            self._waiting.add(seat.ticket)
+
     def usage(self) -> Usage:
         """What is in use."""
         pages = self._seats.pages

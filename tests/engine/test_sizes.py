@@ -4,7 +4,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from deepinfer_jax import batching
+from deepinfer_jax.engine import sizes
 from deepinfer_jax.requests import Options, Request
 
 
@@ -14,37 +14,37 @@ def request(length, reply):
 
 @given(count=st.integers(1, 100), batch_size=st.none() | st.integers(1, 40))
 def test_slots_hold_the_requests_or_the_batch(count, batch_size):
-    slots = batching.slots_for(count, batch_size)
-    most = batching.DEFAULT_SLOTS if batch_size is None else batch_size
+    slots = sizes.slots_for(count, batch_size)
+    most = sizes.DEFAULT_SLOTS if batch_size is None else batch_size
     assert slots == most or (count <= slots < 2 * count and slots & (slots - 1) == 0)
     assert slots <= most
 
 
-@given(sizes=st.lists(st.tuples(st.integers(1, 3000), st.integers(1, 900)), min_size=1, max_size=4))
-def test_every_request_fits_the_capacity(sizes):
-    requests = [request(*size) for size in sizes]
-    capacity = batching.capacity_for(requests, 4096)
-    longest = max(map(sum, sizes))
-    assert longest <= capacity <= max(2 * longest, batching.SHORTEST_CAPACITY)
-    assert batching.capacity_for(requests, longest) == longest
+@given(asked=st.lists(st.tuples(st.integers(1, 3000), st.integers(1, 900)), min_size=1, max_size=4))
+def test_every_request_fits_the_capacity(asked):
+    requests = [request(*size) for size in asked]
+    capacity = sizes.capacity_for(requests, 4096)
+    longest = max(map(sum, asked))
+    assert longest <= capacity <= max(2 * longest, sizes.SHORTEST_CAPACITY)
+    assert sizes.capacity_for(requests, longest) == longest
 
 
 @given(waiting=st.integers(1, 5000))
 def test_prefill_calls_are_at_least_half_full(waiting):
     while waiting > 0:
-        size = batching.prefill_rows(waiting)
-        assert size in batching.PREFILL_ROWS
-        assert 2 * waiting >= size or size == min(batching.PREFILL_ROWS)
+        size = sizes.prefill_rows(waiting)
+        assert size in sizes.PREFILL_ROWS
+        assert 2 * waiting >= size or size == min(sizes.PREFILL_ROWS)
         waiting -= size
 
 
 @pytest.mark.parametrize("batch_size", [0, -3])
 def test_a_batch_of_none_is_refused(batch_size):
     with pytest.raises(ValueError, match=f"batch_size must be at least 1, got {batch_size}"):
-        batching.slots_for(3, batch_size)
+        sizes.slots_for(3, batch_size)
 
 
 @pytest.mark.parametrize("batch_size", [True, 2.0, "4"])
 def test_a_batch_size_is_an_integer(batch_size):
     with pytest.raises(TypeError, match="batch_size must be an integer"):
-        batching.slots_for(3, batch_size)
+        sizes.slots_for(3, batch_size)

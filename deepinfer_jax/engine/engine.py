@@ -1,0 +1,450 @@
+"""The engine: requests in, updates out; the scheduler says what is next, the device does the rest.
+
+What a slot computes depends on its own rows only, so which requests share the slots, in what order
+they come, how prompts are cut into calls, who shares pages with whom, who is preempted and how
+large the cache is decide the time and nothing else. The device is asked for the next step before
+the last one's tokens are read: it never waits for Python.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections import deque
+from collections.abc import Collection, Hashable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from deepinfer_jax import cache as caches
+from deepinfer_jax import snapshots
+from deepinfer_jax.engine import programs
+from deepinfer_jax.engine.memory import fitted, free_bytes
+from deepinfer_jax.engine.seats import Work, sampling_of
+from deepinfer_jax.engine.sizes import (
+    MOST_STEPS,
+    PREFILL_ROWS,
+    Sizes,
+    prefill_rows,
+    sizes_for,
+    slots_for,
+)
+from deepinfer_jax.engine.structured import Looked, Structured
+from deepinfer_jax.grammar import GrammarError
+from deepinfer_jax.loading import Model
+from deepinfer_jax.planning import OFF, Policy
+from deepinfer_jax.planning.policies import Move
+from deepinfer_jax.requests import Request, Result
+from deepinfer_jax.rounds import Round, Running
+from deepinfer_jax.scheduling import Job, Limits, Order, Scheduler, Step, Usage
+from deepinfer_jax.transcript import Transcript
+
+IN_FLIGHT = 1  # steps that the device is ahead of what was read
+
+
+@dataclasses.dataclass(frozen=True)
+class Update:
+    """News of request number `index`: text that became certain, tokens so far, the end's result,
+    or the error that ended it alone.
+    """
+
+    index: int
+    text: str
+    tokens: int
+    result: Result | None = None
+    error: Exception | None = None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Seat:
+    """One stay of a request in a slot: a preempted one comes back to another."""
+
+    work: Work
+
+
+@dataclasses.dataclass(frozen=True)
+class _Flight:
+    """Rounds on their way: who sat where, at most how many tokens a slot may come to, and for
+    the policy the move and what every slot had left.
+    """
+
+    made: Round
+    seats: tuple[_Seat | None, ...]
+    most: int
+    move: Move | None = None
+    left: jax.Array | None = None
+
+
+class Engine:
+    """The one mutable object: slots on the device, requests on the host. `updates` drives it."""
+
+    def __init__(
+        self, model: Model, sizes: Sizes, *, policy: Policy = OFF, order: Order | None = None,
+        eager: bool = False,
+    ) -> None:  # fmt: skip
+        """`eager`: look after 1, 2, 4 ... rounds at first, for a reader who watches.
+
+        `policy`: how rounds use the drafter, `order`: who goes first; both decide the time alone.
+        """
+        self._model, self._sizes, self._policy = model, sizes, policy
+        self._limit = 1 if eager else MOST_STEPS
+        self._start = time.perf_counter()
+        self._memory = policy.start(sizes.slots, model.cfg.most_drafts)
+        limits = Limits(
+            slots=sizes.slots, pages=sizes.pages, page_tokens=sizes.page_tokens,
+            rows=PREFILL_ROWS[-1] + sizes.slots, longest=sizes.capacity,
+            snapshots=sizes.snapshots, keep="shared",
+        )  # fmt: skip
+        self._scheduler = Scheduler(limits, order, model.numerics.fingerprint())
+        self._structured = Structured(model)
+        self._works: dict[Hashable, Work] = {}  # by the number of the submission
+        self._count = 0
+        self._clear()
+
+    def _clear(self) -> None:
+        """An empty device."""
+        model, sizes = self._model, self._sizes
+        self._flights: deque[_Flight] = deque()
+        self._seats: list[_Seat | None] = [None] * sizes.slots
+        self._stale: set[int] = set()  # slots that the device must not go on with
+        self._table = np.full((sizes.slots, sizes.table), -1, np.int32)
+        self._cache = caches.init_cache(
+            model.cfg, model.numerics, sizes.slots, sizes.capacity, paging=sizes.paging
+        )
+        self._kept = (
+            snapshots.init_snapshots(self._cache, sizes.snapshots) if sizes.snapshots else None
+        )
+        self._running = programs.idle(sizes.slots, sizes.stop_ids)
+        self._sampling = jax.device_put(sampling_of([None] * sizes.slots))
+
+    def submit(self, request: Request, priority: int = 0) -> int:
+        """Let a request wait for its turn; returns its number, counted from 0.
+
+        Raises ValueError, with the arithmetic, for one that can never fit; ImportError for one with
+        a grammar where llguidance is not installed.
+        """
+        number = self._count
+        job = Job(number, request.tokens, request.options.max_tokens, priority)
+        transcript = Transcript(request, self._model.tokenizer, self._model.cfg.eos_token_id)
+        work = Work(number, request, transcript)
+        if request.options.grammar is None:
+            self._scheduler.submit(job)
+        else:
+            self._scheduler.limits.check(job)
+            self._structured.submit(work, job)
+        self._works[number] = work
+        self._count += 1
+        return number
+
+    def cancel(self, number: int) -> None:
+        """Forget request `number`; nothing more is heard of it. ValueError if it has ended."""
+        slot = None if self._structured.forget(number) else self._scheduler.cancel(number)
+        del self._works[number]
+        if slot is not None:
+            self._give_up(slot)
+
+    def usage(self) -> Usage:
+        """Requests waiting and running, pages in use."""
+        return self._scheduler.usage()
+
+    def updates(self) -> Iterator[Update]:
+        """What happens to the submitted requests, until all have ended.
+
+        Requests may be submitted and cancelled between updates. One that goes wrong (a value that
+        is no number, memory that does not suffice for its prompt) ends with an error of its own;
+        the others go on, computed again where the device has lost them.
+        """
+        wait = False
+        while True:
+            yield from self._compiled(wait)
+            move = self._policy.move(self._memory, sum(seat is not None for seat in self._seats))
+            rounds = min(self._limit, move.rounds or MOST_STEPS)
+            unreported = sum(flight.most for flight in self._flights)
+            step = self._scheduler.step(rounds * (move.size + 1), unreported)
+            wait = step.idle and not self._flights
+            if wait and not self._structured.waiting:
+                return
+            try:
+                if not step.idle:
+                    yield from self._carry_out(step, move, rounds)
+                # Masks follow from what was emitted: with a grammar at work nothing is ahead.
+                ahead = 0 if step.idle or self._ruled() else IN_FLIGHT
+                while len(self._flights) > ahead:
+                    yield from self._land(self._flights.popleft())
+            except jax.errors.JaxRuntimeError as error:
+                yield from self._recover(step, error)
+
+    def _compiled(self, wait: bool) -> Iterator[Update]:
+        """Let requests be scheduled whose grammars are compiled; end those whose failed."""
+        for ready, error in self._structured.ready(wait):
+            if error is None:
+                self._scheduler.submit(ready.job)
+            else:
+                del self._works[ready.work.number]
+                yield Update(ready.work.number, "", 0, error=error)
+
+    def _ruled(self) -> list[int]:
+        """Slots whose request has a grammar."""
+        return [s for s, seat in enumerate(self._seats) if seat and seat.work.state is not None]
+
+    def _recover(self, step: Step, error: Exception) -> Iterator[Update]:
+        """The device failed: the requests whose prompts it was given end, all others start anew.
+
+        Raises `error` where no prompt was to blame.
+        """
+        blamed = {chunk.job for chunk in step.chunks} & self._works.keys()
+        if not blamed:
+            raise error
+        self._scheduler.restart()
+        self._clear()
+        for work in sorted((self._works.pop(job) for job in blamed), key=lambda w: w.number):
+            self._scheduler.cancel(work.number)
+            failed = RuntimeError(f"request {work.request.id!r}: the device failed at its prompt")
+            failed.__cause__ = error
+            yield Update(work.number, "", len(work.raw), error=failed)
+
+    # -- asking the device -------------------------------------------------------------------------
+
+    def _carry_out(self, step: Step, move: Move, rounds: int) -> Iterator[Update]:
+        for left in step.preempted:
+            self._give_up(left.slot)
+        self._enter(step)
+        ruled = set(self._ruled())
+        if ruled:  # the first of them may have come while others were on their way
+            while self._flights:
+                yield from self._land(self._flights.popleft())
+        if step.chunks:
+            yield from self._fill(step)
+        else:
+            free, bound = (
+                [slot for slot in step.decode if (slot in ruled) == side] for side in (False, True)
+            )
+            if free:
+                self._look(free, step.ahead, move, rounds)
+            if bound:
+                yield from self._bound_look(bound, move)
+        if step.saved:
+            slots, places = (
+                [getattr(s, name) for s in step.saved] for name in ("slot", "snapshot")
+            )
+            pad = self._sizes.slots - len(slots)
+            self._kept = programs.take_program(
+                self._kept, self._cache, np.array(slots + [0] * pad, np.int32),
+                np.array(places + [self._sizes.snapshots] * pad, np.int32),
+            )  # fmt: skip
+
+    def _enter(self, step: Step) -> None:
+        """New jobs into their slots, pages into tables; slots given up stop."""
+        fresh = {seated.slot for seated in step.seated}
+        restored = [seated for seated in step.seated if seated.snapshot is not None]
+        for seated in step.seated:
+            work = self._works[seated.job]
+            if math.isnan(work.admitted):
+                work.admitted = self._elapsed()
+            self._seats[seated.slot] = _Seat(work)
+            self._table[seated.slot] = -1
+        for grant in step.grants:
+            self._table[grant.slot, grant.first : grant.first + len(grant.pages)] = grant.pages
+        if step.grants or self._stale:
+            pages = jnp.asarray(self._table.copy())  # the table goes on changing
+            self._cache = dataclasses.replace(self._cache, pages=pages)
+        changed = fresh | self._stale
+        if changed:
+            works = [seat.work if seat else None for seat in self._seats]
+            self._running = programs.seat_program(
+                self._running, self._marked(changed),
+                np.array([work.left if work else 0 for work in works], np.int32),
+                np.array([self._ends(work) for work in works], np.int32),
+            )  # fmt: skip
+            self._stale.clear()
+        if fresh:
+            works = [seat.work if seat else None for seat in self._seats]
+            self._sampling = jax.device_put(sampling_of(works))
+        if restored:
+            pad = self._sizes.slots - len(restored)
+            self._cache = programs.restore_program(
+                self._cache, self._kept,
+                np.array([s.snapshot for s in restored] + [0] * pad, np.int32),
+                np.array([s.slot for s in restored] + [self._sizes.slots] * pad, np.int32),
+            )  # fmt: skip
+
+    def _fill(self, step: Step) -> Iterator[Update]:
+        """Prompt rows in as few calls as their sizes allow; the first has the decode rows too."""
+        every = [
+            (self._seat(chunk.slot).work.token(position), chunk.slot, position)
+            for chunk in step.chunks
+            for position in range(chunk.start, chunk.start + chunk.count)
+        ]
+        ends = {chunk.slot: chunk.start + chunk.count - 1 for chunk in step.chunks if chunk.last}
+        packed = None
+        if set(self._ruled()) & {*ends, *step.decode}:
+            looked = self._looked(np.zeros((self._sizes.slots, 0), np.int32))
+            yield from self._end(looked)
+            packed = looked.packed[:, 0]
+        done, beside, model = 0, self._marked(step.decode), self._model
+        while done < len(every):
+            size = prefill_rows(len(every) - done)
+            part = every[done : done + size]
+            done += size
+            complete = [slot for _, slot, position in part if ends.get(slot) == position]
+            made, self._running, self._cache = programs.fill_program(
+                model.params, model.tables, programs.make_rows(part, size),
+                self._marked(complete), beside, self._running, self._cache, self._sampling,
+                model.cfg, model.numerics, packed,
+            )  # fmt: skip
+            if complete or beside.any():
+                self._flights.append(_Flight(made, tuple(self._seats), 1))
+            beside = self._marked(())
+
+    def _look(self, slots: list[int], ahead: int, move: Move, rounds: int) -> None:
+        """Some rounds of these slots; fewer where a free slot is waited for."""
+        model, left, active = self._model, self._running.left, self._running.active
+        alone = self._alone(slots)
+        limit = min(rounds, ahead // (move.size + 1))
+        made, self._running, self._cache = programs.decode_program(
+            model.params, model.tables, alone, self._cache, self._sampling, model.cfg,
+            model.numerics, steps=MOST_STEPS, limit=np.int32(limit),
+            leave=np.bool_(self._scheduler.usage().waiting > 0), size=move.size, rows=move.rows,
+            schedule=move.schedule, mode="coupled",
+        )  # fmt: skip
+        self._rejoin(alone, active)
+        self._limit = min(2 * self._limit, MOST_STEPS)
+        most = limit * (move.size + 1)
+        self._flights.append(_Flight(made, tuple(self._seats), most, move, left))
+
+    def _bound_look(self, slots: list[int], move: Move) -> Iterator[Update]:
+        """One round of these slots, whose tokens have to follow grammars."""
+        model, active = self._model, self._running.active
+        alone, b = self._alone(slots), self._sizes.slots
+        drafts, confidence = np.zeros((b, 0), np.int32), np.zeros((b, 0), np.float32)
+        if move.size:
+            first = self._looked(drafts).packed[:, 0]
+            proposed = programs.propose_program(
+                model.params, model.tables, alone, self._cache, self._sampling, first, model.cfg,
+                model.numerics, size=move.size,
+            )  # fmt: skip
+            drafts, confidence = jax.device_get(proposed)
+        looked = self._looked(drafts)
+        yield from self._end(looked)
+        made, self._running, self._cache = programs.settle_program(
+            model.params, model.tables, alone, drafts, confidence, looked.legal, looked.packed,
+            self._cache, self._sampling, model.cfg, model.numerics,
+        )  # fmt: skip
+        self._rejoin(alone, active)
+        self._flights.append(_Flight(made, tuple(self._seats), move.size + 1))
+
+    def _alone(self, slots: list[int]) -> Running:
+        """What runs, but of all seats only those of `slots`."""
+        seated = {slot for slot, seat in enumerate(self._seats) if seat is not None}
+        if seated <= set(slots):
+            return self._running
+        active = self._running.active & self._marked(slots)
+        return dataclasses.replace(self._running, active=active)
+
+    def _rejoin(self, alone: Running, active: jax.Array) -> None:
+        """Wake the slots that were left out of `alone`; `active` is what it was before."""
+        if alone is not self._running and alone.active is not active:
+            awake = self._running.active | (active & ~alone.active)
+            self._running = dataclasses.replace(self._running, active=awake)
+
+    def _looked(self, drafts: np.ndarray) -> Looked:
+        return self._structured.masks([seat.work if seat else None for seat in self._seats], drafts)
+
+    def _end(self, looked: Looked) -> Iterator[Update]:
+        """End the requests that cannot go on under their grammars."""
+        for slot, error in looked.failures():
+            work = self._seat(slot).work
+            self._finish(slot)
+            yield Update(work.number, "", len(work.raw), error=error)
+
+    # -- reading what came -------------------------------------------------------------------------
+
+    def _land(self, flight: _Flight) -> Iterator[Update]:
+        """Hand what rounds emitted to the requests; one that has ended gives up its slot."""
+        made, left = jax.device_get((flight.made, flight.left))
+        if flight.move is not None:
+            self._memory = self._policy.learn(self._memory, flight.move, *_shown(made, left))
+        for slot in np.flatnonzero(made.emitted.any(axis=(0, 2))).tolist():
+            seat = flight.seats[slot]
+            if seat is None or self._seats[slot] is not seat:
+                continue  # it ended, or was preempted and will say this again
+            work = seat.work
+            try:
+                text, count = work.take(made, slot)
+            except (FloatingPointError, GrammarError) as error:
+                self._finish(slot)
+                yield Update(work.number, "", len(work.raw), error=error)
+                continue
+            self._scheduler.advance(slot, count)
+            now, result = self._elapsed(), None
+            if math.isnan(work.first_token):
+                work.first_token = now
+            if work.transcript.finished:
+                result = work.result(self._model.numerics.fingerprint(), now)
+                self._finish(slot)
+            yield Update(work.number, text, len(work.raw), result)
+
+    def _finish(self, slot: int) -> None:
+        del self._works[self._seat(slot).work.number]
+        self._scheduler.finish(slot)
+        self._give_up(slot)
+
+    def _give_up(self, slot: int) -> None:
+        """Its pages may be another's from now on: the device must write no more of it."""
+        self._seats[slot] = None
+        self._table[slot] = -1
+        self._stale.add(slot)
+
+    def _marked(self, slots: Collection[int]) -> np.ndarray:
+        """[B] bool: whether a slot is one of these."""
+        return np.isin(np.arange(self._sizes.slots), list(slots))
+
+    def _seat(self, slot: int) -> _Seat:
+        seat = self._seats[slot]
+        assert seat is not None, "an empty slot has work"
+        return seat
+
+    def _ends(self, work: Work | None) -> list[int]:
+        """The stop ids of a slot, padded with -1."""
+        eos = self._model.cfg.eos_token_id
+        ends = [eos, *work.request.options.stop_token_ids] if work else []
+        return ends + [-1] * (self._sizes.stop_ids - len(ends))
+
+    def _elapsed(self) -> float:
+        return time.perf_counter() - self._start
+
+
+def run(
+    model: Model, requests: Sequence[Request], *, batch_size: int | None = None,
+    eager: bool = False, policy: Policy = OFF,
+) -> Iterator[Update]:  # fmt: skip
+    """Updates of `requests` until each has its result or error; see `Engine` for the arguments.
+
+    Raises TypeError or ValueError for a `batch_size` that is none, and ValueError where the device
+    has no room for the longest request.
+    """
+    slots_for(len(requests), batch_size)
+    if not requests:
+        return iter(())
+    sizes = sizes_for(requests, model.cfg, model.max_length, batch_size)
+    sizes = fitted(sizes, model.cfg, model.numerics, free_bytes())
+    engine = Engine(model, sizes, policy=policy, eager=eager)
+    for request in requests:
+        engine.submit(request)
+    return engine.updates()
+
+
+def _shown(made: Any, left: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(confidence [rounds, B, N], most [rounds, B]) of the rounds that were run.
+
+    most: drafts that could have become part of a reply, of slots with `left` [B] tokens before.
+    """
+    count = np.count_nonzero(made.emitted, axis=2)  # a slot that takes part emits
+    done = count.any(axis=1)
+    count, confidence = count[done], made.confidence[done]
+    before = np.cumsum(count, axis=0) - count
+    most = np.clip(left - before - 1, 0, confidence.shape[2])
+    return confidence, np.where(count > 0, most, 0)

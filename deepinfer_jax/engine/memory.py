@@ -1,0 +1,74 @@
+"""How much of the device an engine takes, planned before anything is allocated."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+from typing import Any
+
+import jax
+
+from deepinfer_jax import cache as caches
+from deepinfer_jax.config import ModelConfig
+from deepinfer_jax.engine.sizes import Sizes
+from deepinfer_jax.numerics import Numerics
+
+SHARE = 0.8  # of the free memory; the rest is for the intermediate values of a step
+
+
+def free_bytes() -> int | None:
+    """Free memory of the default device; None where it cannot be told."""
+    device = jax.local_devices()[0]
+    stats: Any = device.memory_stats() or {}
+    if "bytes_limit" in stats:
+        return stats["bytes_limit"] - stats["bytes_in_use"]
+    names = os.sysconf_names if device.platform == "cpu" else {}
+    if "SC_AVPHYS_PAGES" in names:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return None
+
+
+@dataclasses.dataclass(frozen=True)
+class Need:
+    """Bytes: of one page of global KV, and of the state of one slot or snapshot beside it."""
+
+    page: int
+    slot: int
+
+
+def need(cfg: ModelConfig, numerics: Numerics, sizes: Sizes) -> Need:
+    """What `sizes` are made of, from the shapes of the cache."""
+    one = caches.cache_shapes(
+        cfg, numerics, 1, sizes.capacity, paging=caches.Paging(sizes.page_tokens, 1)
+    )
+
+    def nbytes(tree: Any) -> int:
+        return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+    page = nbytes((one.kv, one.keys))
+    return Need(page, nbytes(one) - page)
+
+
+def fitted(sizes: Sizes, cfg: ModelConfig, numerics: Numerics, free: int | None) -> Sizes:
+    """`sizes` with no more pages than fit into SHARE of `free` bytes beside the slots' state.
+
+    With fewer pages than every slot could fill, requests share what there is, and the last to come
+    are computed again when it runs short.
+
+    Raises ValueError, with the arithmetic, where not even one sequence of `sizes.capacity` fits.
+    """
+    if free is None:
+        return sizes
+    each = need(cfg, numerics, sizes)
+    state = (sizes.slots + sizes.snapshots) * each.slot
+    room = int(SHARE * free) - state
+    pages = min(sizes.pages, max(room, 0) // each.page) if each.page else sizes.pages
+    if pages < sizes.table:
+        raise ValueError(
+            f"one sequence of {sizes.capacity} tokens needs {sizes.table} pages of {each.page:,} "
+            f"bytes beside {sizes.slots} slots and {sizes.snapshots} snapshots of {each.slot:,} "
+            f"bytes, {state + sizes.table * each.page:,} in all; {SHARE:.0%} of the device's free "
+            f"{free:,} bytes are not enough: lower batch_size or max_tokens"
+        )
+    return dataclasses.replace(sizes, pages=pages)

@@ -1,0 +1,102 @@
+"""Sizes of the engine: few, so that few programs are compiled. They decide time and memory only."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from deepinfer_jax.cache import Paging
+from deepinfer_jax.config import ModelConfig
+from deepinfer_jax.requests import Request
+
+DEFAULT_SLOTS = 8
+PREFILL_ROWS = (32, 256)  # rows of a call that runs prompts
+SHORTEST_CAPACITY = 512  # tokens a slot can hold; longer ones double it
+PAGE_TOKENS = 64
+STOP_IDS = 4  # end tokens a slot can have; more double it
+MOST_STEPS = 16  # rounds before the host looks again
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """What an engine has room for.
+
+    slots      requests at work at once
+    capacity   most tokens of a sequence, prompt and reply; a multiple of `page_tokens` or less than
+               one page
+    pages      pages of global KV, `page_tokens` tokens each
+    snapshots  states kept for prompts that begin alike; 0: every prompt is computed from its start
+    stop_ids   most ids that end a reply
+    """
+
+    slots: int
+    capacity: int
+    pages: int
+    page_tokens: int = PAGE_TOKENS
+    snapshots: int = 0
+    stop_ids: int = STOP_IDS
+
+    @property
+    def paging(self) -> Paging:
+        """Of the cache."""
+        return Paging(self.page_tokens, self.pages)
+
+    @property
+    def table(self) -> int:
+        """Entries of a slot's page table."""
+        return -(-self.capacity // self.page_tokens)
+
+
+def make_sizes(
+    slots: int, capacity: int, cfg: ModelConfig, snapshots: int = 0, stop_ids: int = STOP_IDS
+) -> Sizes:
+    """Sizes with pages for every slot's whole capacity."""
+    most = max(cfg.ratios, default=1)
+    page = -(-min(PAGE_TOKENS, capacity) // most) * most
+    return Sizes(slots, capacity, slots * -(-capacity // page), page, snapshots, stop_ids)
+
+
+def sizes_for(
+    requests: Sequence[Request], cfg: ModelConfig, max_length: int, batch_size: int | None = None
+) -> Sizes:
+    """Sizes that hold every one of `requests` (at least one), at most `batch_size` at once."""
+    slots = slots_for(len(requests), batch_size)
+    return make_sizes(
+        slots,
+        capacity_for(requests, max_length),
+        cfg,
+        snapshots=slots if len(requests) > 1 else 0,
+        stop_ids=max(STOP_IDS, _power_of_two(max(map(_ends, requests)))),
+    )
+
+
+def slots_for(count: int, batch_size: int | None) -> int:
+    """Slots for `count` requests: a power of two that holds them all, at most `batch_size`."""
+    if batch_size is not None and (isinstance(batch_size, bool) or not isinstance(batch_size, int)):
+        raise TypeError(f"batch_size must be an integer, got {batch_size!r}")
+    if batch_size is not None and batch_size < 1:
+        raise ValueError(f"batch_size must be at least 1, got {batch_size}")
+    return min(_power_of_two(count), DEFAULT_SLOTS if batch_size is None else batch_size)
+
+
+def capacity_for(requests: Sequence[Request], max_length: int) -> int:
+    """Tokens a slot must hold: a doubling of SHORTEST_CAPACITY, at most `max_length`."""
+    longest = max(len(r.tokens) + r.options.max_tokens for r in requests)
+    return min(max(_power_of_two(longest), SHORTEST_CAPACITY), max_length)
+
+
+def prefill_rows(waiting: int) -> int:
+    """Rows of the next prefill call when `waiting` are to run, so that half or more are real.
+
+    Only the smallest size may be emptier.
+    """
+    small = PREFILL_ROWS[0]
+    return max((size for size in PREFILL_ROWS if size <= 2 * waiting), default=small)
+
+
+def _ends(request: Request) -> int:
+    return 1 + len(request.options.stop_token_ids)
+
+
+def _power_of_two(count: int) -> int:
+    return 1 << (count - 1).bit_length()

@@ -1,0 +1,190 @@
+"""The engine in narrow places: replies are those of a request alone, whatever happens to it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import deepinfer_jax as di
+from deepinfer_jax import engine, planning
+from deepinfer_jax.engine import Engine, Sizes, memory, programs
+from deepinfer_jax.prompts import make_requests
+from deepinfer_jax.requests import Options
+from deepinfer_jax.scheduling import FirstCome, Priority, ShortestFirst
+from tests import tiny_model
+
+# Room for one long request, or two or three short ones.
+SIZES = Sizes(slots=3, capacity=96, pages=6, page_tokens=16, snapshots=2)
+COUNT = 11
+HEAD = np.random.default_rng(3).integers(3, 2048, 37).tolist()  # what some prompts begin with
+
+
+@functools.cache
+def prompts() -> list[dict]:
+    """Prompts of 3 to 61 tokens, half of them beginning alike; replies of 1 to 31 tokens."""
+    rng = np.random.default_rng(9)
+    kinds = [{}, {"temperature": 0}, {"top_p": 0.8}, {"temperature": 20.0}]
+    return [
+        {
+            "tokens": (HEAD if n % 2 else []) + rng.integers(3, 2048, 3 + 2 * n).tolist(),
+            "id": str(n),
+            "max_tokens": 1 + 7 * n % 32,
+            **kinds[n % 4],
+        }
+        for n in range(COUNT)
+    ]
+
+
+@functools.cache
+def requests():
+    model = tiny_model.model()
+    return make_requests(prompts(), Options(seed=5), model.tokenizer, model.cfg, model.max_length)
+
+
+@functools.cache
+def alone() -> list[di.Result]:
+    """Every request by itself in an engine of the same programs."""
+    return [answered([n])[n] for n in range(COUNT)]
+
+
+def answered(asked, **more) -> dict[int, di.Result]:
+    """Results by the request's number, all submitted at first in the order of `asked`."""
+    running = Engine(tiny_model.model(), SIZES, **more)
+    numbers = {running.submit(requests()[n], priority=n % 4): n for n in asked}
+    found = {}
+    for update in running.updates():
+        if update.result:
+            found[numbers[update.index]] = update.result
+    used = running.usage()
+    assert (used.waiting, used.running) == (0, 0)
+    assert found.keys() == set(asked)
+    return found
+
+
+def watched(monkeypatch) -> list:
+    """The steps that an engine was told to take."""
+    steps, step = [], engine.engine.Scheduler.step
+
+    def record(self, *args):
+        steps.append(step(self, *args))
+        return steps[-1]
+
+    monkeypatch.setattr(engine.engine.Scheduler, "step", record)
+    return steps
+
+
+@pytest.mark.slow
+def test_shared_beginnings_and_preemption_change_no_bit(monkeypatch):
+    want = alone()
+    steps = watched(monkeypatch)
+    found = answered(range(COUNT))
+    assert [found[n] for n in range(COUNT)] == want
+    assert any(step.preempted for step in steps)
+    assert any(seated.snapshot is not None for step in steps for seated in step.seated)
+    assert any(step.chunks and step.decode for step in steps)
+
+
+@pytest.mark.slow
+@given(
+    asked=st.permutations(range(COUNT)),
+    rule=st.sampled_from([FirstCome(), ShortestFirst(8), Priority(2)]),
+    eager=st.booleans(),
+)
+@settings(max_examples=6)
+def test_no_order_changes_a_bit(asked, rule, eager):
+    found = answered(asked, order=rule, eager=eager)
+    assert [found[n] for n in range(COUNT)] == alone()
+
+
+@pytest.mark.slow
+def test_drafts_in_narrow_places_change_no_bit():
+    found = answered(range(COUNT), policy=planning.Fixed(2))
+    assert [found[n] for n in range(COUNT)] == alone()
+    assert sum(result.timing.accepted for result in found.values()) > 3
+
+
+def test_cancelled_requests_are_not_heard_of_again():
+    running = Engine(tiny_model.model(), SIZES)
+    numbers = [running.submit(requests()[n]) for n in range(6)]
+    running.cancel(numbers[4])  # waits
+    found, gone = {}, False
+    for update in running.updates():
+        if not gone:
+            running.cancel(numbers[3 if update.index != numbers[3] else 2])
+            gone, last = True, 3 if update.index != numbers[3] else 2
+        assert update.index not in (numbers[4], numbers[last]) or not gone
+        if update.result:
+            found[update.index] = update.result
+    assert found.keys() == set(numbers) - {numbers[4], numbers[last]}
+    for number, result in found.items():
+        assert result == alone()[number]
+    with pytest.raises(ValueError, match="no unfinished job"):
+        running.cancel(numbers[0])
+
+
+def test_requests_may_come_while_others_run():
+    running, found = Engine(tiny_model.model(), SIZES), {}
+    running.submit(requests()[0])
+    for update in running.updates():
+        if running._count < 4:
+            running.submit(requests()[running._count])
+        if update.result:
+            found[update.index] = update.result
+    assert [found[n] for n in range(4)] == alone()[:4]
+
+
+def test_a_failing_prompt_fails_alone(monkeypatch):
+    """The device gives up at the prompt of request 3; all others have their bits."""
+    fill, steps = programs.fill_program, watched(monkeypatch)
+
+    def failing(*args, **more):
+        if any(chunk.job == 3 for chunk in steps[-1].chunks):
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: planted")
+        return fill(*args, **more)
+
+    monkeypatch.setattr(programs, "fill_program", failing)
+    running = Engine(tiny_model.model(), SIZES, order=FirstCome())
+    for request in requests()[:6]:
+        running.submit(request)
+    found, errors = {}, {}
+    for update in running.updates():
+        if update.result:
+            found[update.index] = update.result
+        if update.error:
+            errors[update.index] = update.error
+    assert 3 in errors
+    assert "request '3'" in str(errors[3])
+    assert found.keys() | errors.keys() == set(range(6))
+    for number, result in found.items():
+        assert result == alone()[number]
+
+
+def test_what_can_never_fit_is_refused_with_the_arithmetic():
+    running = Engine(tiny_model.model(), dataclasses.replace(SIZES, pages=4))
+    long = dataclasses.replace(requests()[9], options=Options(max_tokens=40))
+    with pytest.raises(ValueError, match=r"98 tokens.*longest sequence is 96"):
+        running.submit(long)
+    long = dataclasses.replace(requests()[9], options=Options(max_tokens=31))
+    with pytest.raises(ValueError, match=r"= 6 pages of 16, there are 4"):
+        running.submit(long)
+
+
+def test_pages_are_those_that_fit_the_memory():
+    model, wide = tiny_model.model(), dataclasses.replace(SIZES, pages=8)
+    each = memory.need(model.cfg, model.numerics, wide)
+    state = 5 * each.slot
+    for pages in (6, 7):
+        free = int((state + pages * each.page) / memory.SHARE) + 1
+        found = memory.fitted(wide, model.cfg, model.numerics, free)
+        assert found == dataclasses.replace(wide, pages=pages)
+    assert memory.fitted(wide, model.cfg, model.numerics, None) == wide
+    assert memory.fitted(wide, model.cfg, model.numerics, 1 << 40) == wide
+    with pytest.raises(ValueError, match=r"96 tokens needs 6 pages .* lower batch_size"):
+        memory.fitted(wide, model.cfg, model.numerics, int(state + 5 * each.page))
+    assert memory.free_bytes() > 1 << 20

@@ -1,0 +1,128 @@
+"""Grammars in the engine: replies that follow them, with drafts and without, in narrow places."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import re
+
+import numpy as np
+import pytest
+
+import deepinfer_jax as di
+from deepinfer_jax import planning
+from deepinfer_jax.engine import Engine, Sizes
+from deepinfer_jax.grammar import GrammarError
+from deepinfer_jax.prompts import make_requests
+from deepinfer_jax.requests import Options
+from tests import tiny_model
+
+SIZES = Sizes(slots=3, capacity=96, pages=6, page_tokens=16, snapshots=2)  # as in test_engine
+WORDS = r"(yes|no|maybe)( (yes|no)){2,5}\."
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"enum": ["ann", "bob"]}, "age": {"type": "integer", "maximum": 99}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+    "x-guidance": {"whitespace_flexible": False},
+}
+
+
+@functools.cache
+def requests():
+    """Six with a grammar, of which one is nonsense, among three without."""
+    rng = np.random.default_rng(2)
+    kinds = [
+        {"grammar": {"schema_type": "regex", "schema": WORDS}},
+        {},
+        {"grammar": {"kind": "json", "schema": SCHEMA}, "temperature": 0.5},
+    ]
+    prompts = [
+        {"tokens": rng.integers(3, 2048, 4 + 5 * n).tolist(), "id": str(n), "max_tokens": 48,
+         **kinds[n % 3]}
+        for n in range(9)
+    ]  # fmt: skip
+    prompts[3]["grammar"] = {"schema_type": "regex", "schema": "(unclosed"}
+    model = tiny_model.model()
+    return make_requests(prompts, Options(seed=4), model.tokenizer, model.cfg, model.max_length)
+
+
+def answered(order, policy=planning.OFF):
+    running = Engine(tiny_model.model(), SIZES, policy=policy)
+    numbers = {running.submit(requests()[n]): n for n in order}
+    found, errors = {}, {}
+    for update in running.updates():
+        if update.result:
+            found[numbers[update.index]] = update.result
+        if update.error:
+            errors[numbers[update.index]] = update.error
+    return found, errors
+
+
+@functools.cache
+def plain():
+    return answered(range(9))
+
+
+@pytest.mark.slow
+def test_replies_follow_their_grammars_and_failures_are_alone():
+    found, errors = plain()
+    assert found.keys() == set(range(9)) - {3}
+    assert isinstance(errors[3], GrammarError)
+    for n in (0, 6):
+        assert re.fullmatch(WORDS, found[n].text), found[n].text
+    for n in (2, 5, 8):
+        value = json.loads(found[n].text)
+        assert value["name"] in ("ann", "bob")
+        assert isinstance(value["age"], int)
+        assert value["age"] <= 99
+    assert all(found[n].finish_reason == "stop" for n in (0, 2, 5, 6, 8))
+
+
+@pytest.mark.slow
+def test_neither_drafts_nor_order_change_a_bit_under_a_grammar():
+    found, errors = answered([8, 3, 1, 6, 0, 7, 2, 5, 4], planning.Fixed(2))
+    assert found == plain()[0]
+    assert errors.keys() == {3}
+    ruled = [found[n].timing for n in (0, 2, 5, 6, 8)]
+    assert sum(timing.verified for timing in ruled) > 0
+
+
+@pytest.mark.slow
+def test_a_reply_without_grammar_does_not_notice_those_with():
+    alone, _ = answered([1, 4, 7])
+    assert {n: plain()[0][n] for n in (1, 4, 7)} == alone
+
+
+def test_grammars_are_refused_before_anything_runs():
+    model = tiny_model.model()
+    for wrong, message in (
+        ({"schema_type": "xml", "schema": "a"}, r"prompts\[0\]: so_args: schema_type must be one"),
+        ({"schema": "a"}, r"needs 'schema_type'"),
+        ("a+", "grammar must be a mapping"),
+        ({"kind": "regex", "schema": "a", "trigger_token_ids": [4000]}, "trigger_token_ids must"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=message):
+            di.generate(model, [{"prompt": "a", "grammar": wrong}])
+
+
+def test_generate_raises_what_ended_a_request_after_the_others():
+    prompt = {"tokens": [5, 6], "grammar": {"schema_type": "regex", "schema": "(unclosed"}}
+    with pytest.raises(GrammarError) as caught:
+        di.generate(tiny_model.model(), [prompt])
+    assert "0 of 1 requests have results" in caught.value.__notes__[0]
+
+
+def test_a_request_that_is_compiling_can_be_cancelled():
+    running = Engine(tiny_model.model(), SIZES)
+    number = running.submit(requests()[0])
+    running.cancel(number)
+    assert list(running.updates()) == []
+
+
+def test_what_never_fits_is_refused_with_a_grammar_too():
+    running = Engine(tiny_model.model(), SIZES)
+    long = dataclasses.replace(requests()[8].options, max_tokens=60)
+    with pytest.raises(ValueError, match="the longest sequence is 96"):
+        running.submit(dataclasses.replace(requests()[8], options=long))
