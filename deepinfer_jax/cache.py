@@ -2,7 +2,7 @@
 
 Nothing is rolled back. A slot's committed length decides what is real; rejected draft tokens leave
 entries at positions that are overwritten before anything can read them, because every ring has
-`slack` positions more than its reader needs (model spec 14).
+`slack` positions more than its reader needs (docs/model.md 10).
 """
 
 from __future__ import annotations
@@ -176,7 +176,7 @@ def init_cache(
 
 
 def entry_bytes_per_token(cfg: ModelConfig) -> float:
-    """Global KV bytes per token in packed form (released: 890, model spec 15)."""
+    """Global KV bytes per token in packed form (released: 890, docs/model.md 10)."""
     each = quant.main_bytes(cfg.head_dim) + quant.index_bytes(cfg.index_head_dim)
     return sum(len(cfg.kv_sources(m)) * each / m for m in cfg.ratios)
 

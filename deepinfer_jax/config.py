@@ -17,7 +17,7 @@ from deepinfer_jax import validity
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class VisionConfig:
-    """Vision tower sizes (model spec 12)."""
+    """Vision tower sizes (docs/model.md 12)."""
 
     num_hidden_layers: int
     hidden_size: int
@@ -37,7 +37,7 @@ class LayerKind:
 
     `ratio` is the compression ratio m of the global KV it reads (0: window only). `engram` is the
     ordinal of its Engram layer or None; `tap` marks a layer whose input DSpark reads; `boundary` is
-    the first decoder layer, where a prefill may drop rows (model spec 16).
+    the first decoder layer, where a prefill may drop rows (docs/model.md 11).
     """
 
     ratio: int
@@ -52,7 +52,7 @@ class LayerKind:
 
     @property
     def role(self) -> str:
-        """Name of the attention mode (model spec 2)."""
+        """Name of the attention mode (docs/model.md 2)."""
         if self.ratio == 0:
             return "window"
         if self.kv_source:
@@ -136,7 +136,7 @@ class ModelConfig:
 
     @property
     def num_encoder_layers(self) -> int:
-        """Index of the first ratio-1 layer (model spec 2), or all layers when there is none."""
+        """Index of the first ratio-1 layer (docs/model.md 2), or all layers when there is none."""
         backbone = self.compress_ratios[: self.num_hidden_layers]
         return backbone.index(1) if 1 in backbone else self.num_hidden_layers
 
@@ -160,7 +160,7 @@ class ModelConfig:
         return tuple(s for s in self.kv_source_layer_ids if self.compress_ratios[s] == ratio)
 
     def kinds(self) -> tuple[LayerKind, ...]:
-        """The kind of every backbone layer (derivation rules of model spec 2)."""
+        """The kind of every backbone layer (derivation rules of docs/model.md 2)."""
         return tuple(self._kind(layer) for layer in range(self.num_hidden_layers))
 
     def _kind(self, layer: int) -> LayerKind:

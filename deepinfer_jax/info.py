@@ -85,7 +85,7 @@ class Info:
 
 
 def describe(cfg: ModelConfig) -> Info:
-    """Roles, counts and sizes of a model, without weights (model spec 2, 4, 14)."""
+    """Roles, counts and sizes of a model, without weights (docs/model.md 2, 10, 13)."""
     entries = sum(len(cfg.kv_sources(m)) / m for m in cfg.ratios)
     return Info(
         layers=_layers(cfg),

@@ -1,7 +1,7 @@
 """FP8 and FP4 block formats: exact decoding of weights, quantizers of activations and caches.
 
 Everything here is elementwise or a maximum, so no result depends on an order of summation. All
-decoded values are exact in bfloat16 (model spec 5, 6). Codes travel as uint8: compilers convert
+decoded values are exact in bfloat16 (docs/model.md 3). Codes travel as uint8: compilers convert
 whole stacks of narrow floats when one layer is sliced out of them, but leave bytes alone.
 """
 
@@ -66,7 +66,7 @@ def decode_e2m1(nibble: jax.Array) -> jax.Array:
 
 
 def unpack_nibbles(packed: jax.Array) -> jax.Array:
-    """[..., K/2] bytes -> [..., K] nibbles; the even element is the low nibble (model spec 5)."""
+    """[..., K/2] bytes -> [..., K] nibbles; the even element is the low one (docs/model.md 13)."""
     pair = jnp.stack([packed & 15, packed >> 4], axis=-1)
     return pair.reshape(*packed.shape[:-1], -1)
 
@@ -113,7 +113,7 @@ def decode_to_bits(weight: Quantized | jax.Array) -> Quantized:
 
 
 def pow2ceil(a: jax.Array) -> jax.Array:
-    """Smallest power of two >= a, for positive normal float32, on bits (model spec 6.1)."""
+    """Smallest power of two >= a, for positive normal float32, on bits (docs/model.md 3)."""
     bits = lax.bitcast_convert_type(a.astype(jnp.float32), jnp.uint32)
     return lax.bitcast_convert_type((bits + 0x7FFFFF) & np.uint32(0xFF800000), jnp.float32)
 
@@ -136,14 +136,14 @@ def _round_e4m3(value: jax.Array) -> jax.Array:
 
 
 def _round_e2m1(value: jax.Array) -> jax.Array:
-    """float32 inside [-6, 6] -> the nearest e2m1 value, ties to the even code, as float32 (6.3)."""
+    """float32 inside [-6, 6] -> the nearest e2m1 value, ties to the even code, as float32."""
     fine = jnp.abs(value) < 1
     normal = lax.reduce_precision(value, exponent_bits=8, mantissa_bits=1)
     return jnp.where(fine, jnp.round(value * 2) * np.float32(0.5), normal)
 
 
 def encode_e2m1(value: jax.Array) -> jax.Array:
-    """float32 inside [-6, 6] -> nibbles; ties to the even code, the sign of zero is kept (6.3)."""
+    """float32 inside [-6, 6] -> nibbles; ties to the even code, the sign of zero is kept."""
     bits = lax.bitcast_convert_type(_round_e2m1(value), jnp.uint32)
     # Exponent and first mantissa bit count the codes from 1.0 (code 2) on; 0.5 is code 1.
     steps = (bits & np.uint32(0x7FFFFFFF)) >> 22
@@ -164,7 +164,7 @@ def _scaled(x: jax.Array, scale: jax.Array, limit: float) -> jax.Array:
 
 
 def _fp8(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """[..., K] -> (clamped x/scale [..., K/32, 32], scale [..., K/32]) of `q8` (model spec 6.2)."""
+    """[..., K] -> (clamped x/scale [..., K/32, 32], scale [..., K/32]) of docs/model.md 3.1."""
     g = _groups(x, GROUP)
     amax = jnp.maximum(jnp.max(jnp.abs(g), axis=-1), np.float32(1e-4))
     scale = pow2ceil(amax * np.float32(1 / _E4M3_MAX))
@@ -202,7 +202,7 @@ def _straight_through(f):
 
 @_straight_through
 def qdq_fp8(x: jax.Array) -> jax.Array:
-    """Quantize and dequantize by groups of 32 with power-of-two scales; `qdq8` of model spec 6.2.
+    """FP8 by groups of 32 with power-of-two scales, there and back (docs/model.md 3.1).
 
     x [..., K] any float dtype -> same shape and dtype, values exact in bfloat16.
     """
@@ -212,14 +212,14 @@ def qdq_fp8(x: jax.Array) -> jax.Array:
 
 @_straight_through
 def qdq_index(x: jax.Array) -> jax.Array:
-    """FP4 by 32 with power-of-two scales, for index queries, keys (`q4_e8m0`, model spec 6.3)."""
+    """FP4 by 32 with power-of-two scales, for index queries, keys (docs/model.md 3.2)."""
     value, scale = _fp4_e8m0(x)
     return _flat(_round_e2m1(value) * scale[..., None]).astype(x.dtype)
 
 
 @_straight_through
 def qdq_main(x: jax.Array) -> jax.Array:
-    """FP4 by 16 with e4m3 scales, for the compressed main KV (`q4_e4m3`, model spec 6.3)."""
+    """FP4 by 16 with e4m3 scales, for the compressed main KV (docs/model.md 3.2)."""
     value, scale = _fp4_e4m3(x)
     return _flat(_round_e2m1(value) * scale[..., None]).astype(x.dtype)
 
@@ -228,7 +228,7 @@ def qdq_main(x: jax.Array) -> jax.Array:
 
 
 def window_bytes(width: int) -> int:
-    """Bytes of one packed window KV row (released: 512 + 16 = 528, model spec 15)."""
+    """Bytes of one packed window KV row (released: 512 + 16 = 528, docs/model.md 10)."""
     return width + width // GROUP
 
 

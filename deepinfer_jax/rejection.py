@@ -2,9 +2,9 @@
 
 A draft d drawn from q is accepted with probability min(1, p(d) / q(d)); after a rejection the token
 comes from max(p - q, 0), normalised, and after the last draft from p. What comes out has
-distribution p exactly (no slack as in engine spec 1.4), but which token a seed gives depends on
+distribution p exactly (docs/speculation.md "Rejection"), but which token a seed gives depends on
 which drafts were verified: only coupled sampling is independent of the schedule. For the same
-reason a plan must not look at the confidence of drafts it may leave out (engine spec 2.4).
+reason a plan must not look at the confidence of drafts it may leave out.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 What is emitted is a function of the request alone. In coupled mode the target's token at an index
 is chosen with the noise of that index, whoever asks for it, and a draft is accepted exactly when it
 is that token: how many drafts are made and which of them are verified decide how much comes out of
-a round and nothing else (engine spec 1.7). All functions are pure and can be jitted with `cfg`,
+a round and nothing else (docs/determinism.md). All functions are pure and can be jitted with `cfg`,
 `numerics`, `size`, `rows`, `mode` and `steps` static. Legend: B slots, N drafts of a round.
 """
 
@@ -131,7 +131,7 @@ def verify(
     Returns:
       (Sampled of [B, N + 1], cache). Entry j is the token that follows draft j, right if drafts
       1..j are what was chosen before them; entries beyond `scheduled` are arbitrary. Lengths are
-      left alone: the caller decides how many rows count (engine spec 1.1).
+      left alone: the caller decides how many rows count.
 
     Raises ValueError where N + 1 rows would overrun the cache's rings, or shapes do not fit.
     """

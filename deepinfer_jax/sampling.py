@@ -2,7 +2,7 @@
 
 Everything here is a pure function of one row: its logits, its request's parameters and seed, and
 the absolute index of the token to be produced. Batch, slot, padding and schedule are not inputs, so
-they cannot change a token (engine spec 1.3 and 1.7). Sums run over integers, so they have no order.
+they cannot change a token (docs/determinism.md). Sums run over integers, so they have no order.
 Legend: T rows, V vocabulary, N drafts; any leading dimensions may stand for [T].
 """
 
@@ -18,8 +18,8 @@ from deepinfer_jax import numerics
 
 Array = jax.Array | np.ndarray
 
-# Below this temperature a row takes the most probable token (the published engine's threshold,
-# engine spec 1.7 "True greedy"; there it samples at this temperature instead).
+# Below this temperature a row takes the most probable token. The threshold is the published
+# engine's, which samples at this temperature instead.
 GREEDY_BELOW = 1e-5
 
 # Streams of the noise contract. Stream 0 decides tokens; the others belong to rejection mode.
@@ -171,7 +171,7 @@ def noise_words(
 
 
 def gumbel(seed: Array, index: Array, token_ids: Array, stream: int = TOKEN) -> jax.Array:
-    """Gumbel noise [..., V] float32 of the noise contract (engine spec 1.7); see `noise_words`.
+    """Gumbel noise [..., V] float32 (docs/determinism.md "Noise"); see `noise_words`.
 
     The uniform has 64 bits and goes through log1p because the noise must be fine where the
     exponential is small: that is what lets a token of probability 1e-8 win as often as it should.
@@ -199,7 +199,7 @@ def logprob(logits: Array, token: Array, norm: Array | None = None) -> jax.Array
 
 @jax.named_scope("transform")
 def transform(logits: Array, sampling: Sampling, mask: Array | None = None) -> jax.Array:
-    """Log-probabilities [T, V] float32 of what may be sampled, -inf outside (engine spec 1.3).
+    """Log-probabilities [T, V] float32 of what may be sampled, -inf outside.
 
     In this order: `mask`; temperature; then the intersection of min_p (probability at least
     min_p times the largest), top_p (mass strictly before the token, in descending order with ties
@@ -431,11 +431,11 @@ def accepted(target: Array, draft: Array, length: Array | int) -> jax.Array:
 def acceptance_probability(p: Array, q: Array) -> jax.Array:
     """Probability [...] that target `p` and draft `q` [..., V] choose one token on shared noise.
 
-    sum_i 1 / sum_j max(p_j / p_i, q_j / q_i) over i with p_i, q_i > 0 (engine spec 1.7, property
-    4): between (1 - TV) / (1 + TV) and 1 - TV, with TV the total variation distance. The quantity
-    the confidence head estimates. In ascending order of p / q the inner maximum is q_j / q_i
-    before i and p_j / p_i from i on, which makes it O(V log V). Running sums count units of 2^-31,
-    so the result is good to V * 2^-31; no term exceeds min(p_i, q_i).
+    sum_i 1 / sum_j max(p_j / p_i, q_j / q_i) over i with p_i, q_i > 0: between (1 - TV) / (1 + TV)
+    and 1 - TV, with TV the total variation distance. The quantity the confidence head estimates. In
+    ascending order of p / q the inner maximum is q_j / q_i before i and p_j / p_i from i on, which
+    makes it O(V log V). Running sums count units of 2^-31, so the result is good to V * 2^-31; no
+    term exceeds min(p_i, q_i).
     """
     ratio = jnp.where(q > 0, p / jnp.where(q > 0, q, 1.0), jnp.inf)
     by_ratio = jnp.argsort(ratio, axis=-1)

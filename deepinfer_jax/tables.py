@@ -11,7 +11,7 @@ import numpy as np
 
 from deepinfer_jax.config import ModelConfig
 
-# Exact float32 bit patterns of the released frequencies (model spec 22): libraries differ in the
+# Exact float32 bit patterns of the released frequencies (docs/model.md 6): libraries differ in the
 # last bits of the powers, and one unit moves the angle of a far token by up to 0.06 rad.
 _BASE_BITS = """
 3f800000 3f3ff911 3f0ff59a 3ed7e89b 3ea1e89b 3e72d423 3e361887 3e088d77 3dcccccd 3d99940d 3d6655c2
@@ -47,7 +47,7 @@ def _from_bits(text: str) -> np.ndarray:
 
 
 def base_frequencies(cfg: ModelConfig) -> np.ndarray:
-    """float32 [R/2] of theta^(-2i/R) (model spec 6.6)."""
+    """float32 [R/2] of theta^(-2i/R) (docs/model.md 6)."""
     if (cfg.qk_rope_head_dim, cfg.rope_theta) == (64, 10000.0):
         return _from_bits(_BASE_BITS)
     return _powers(cfg.rope_theta, cfg.qk_rope_head_dim)

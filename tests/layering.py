@@ -83,6 +83,16 @@ EXACT = {
 }
 SUM_METHODS = {"sum", "mean", "dot", "cumsum", "std", "var", "trace"}
 INTEGER = re.compile(r"u?int(4|8|16|32|64|p)?|bool_?")
+# A numbered section of a page, or one by its title: docs/model.md 3.1, docs/model.md 4, 5 and 6.2.
+_GAP = r"[\s#]+"  # a reference may go on behind the `#` of the next line
+_NUMBER = r"\d+(?:\.\d+)*"
+REFERENCE = re.compile(
+    rf"docs/(?P<page>[\w-]+\.md)"
+    rf"(?:{_GAP}(?P<numbers>{_NUMBER}(?:(?:,|{_GAP}and|{_GAP}to){_GAP}{_NUMBER})*)"
+    rf'|{_GAP}"(?P<title>[^"]+)")?'
+)
+HEADING = re.compile(rf"^#+ (?:(?P<number>{_NUMBER})\.? )?(?P<title>.+)$", re.MULTILINE)
+NO_PAGE = re.compile(rf"\bspec(?:ification)?s?{_GAP}(?:section{_GAP})?{_NUMBER}", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -350,3 +360,42 @@ def oversized(module: Module) -> Iterator[str]:
                     f"{module.path}:{node.lineno}: {node.name} has {length} lines, "
                     f"at most {FUNCTION_LINES}"
                 )
+
+
+def read_texts(folder: Path, root: Path, pattern: str) -> list[Module]:
+    """Files of `folder` that match the glob `pattern`, whatever is in them, as nameless modules."""
+    paths = sorted(folder.glob(pattern))
+    return [Module("", str(path.relative_to(root)), path.read_text("utf-8")) for path in paths]
+
+
+def sections(page: str) -> frozenset[str]:
+    """Numbers and titles of the headings of a Markdown page; a title also up to its colon."""
+    found: set[str] = set()
+    for heading in HEADING.finditer(page):
+        number, title = heading.group("number", "title")
+        found |= {number or "", title, title.partition(":")[0]}
+    return frozenset(found - {""})
+
+
+def lost_references(module: Module, pages: Mapping[str, frozenset[str]]) -> Iterator[str]:
+    """References to documents that nobody has, and to pages or sections that do not exist.
+
+    pages: file name below `docs` -> `sections` of it.
+    """
+    for found in NO_PAGE.finditer(module.text):
+        quoted = " ".join(found.group().split())
+        yield f"{_place(module, found)}: {quoted!r} names no page; say docs/<page>.md <section>"
+    for found in REFERENCE.finditer(module.text):
+        page, numbers, title = found.group("page", "numbers", "title")
+        if page not in pages:
+            yield f"{_place(module, found)}: there is no docs/{page}"
+            continue
+        wanted = re.findall(_NUMBER, numbers) if numbers else []
+        wanted += [" ".join(title.replace("#", " ").split())] if title else []
+        for name in wanted:
+            if name not in pages[page]:
+                yield f"{_place(module, found)}: docs/{page} has no section {name}"
+
+
+def _place(module: Module, found: re.Match[str]) -> str:
+    return f"{module.path}:{module.text.count(chr(10), 0, found.start()) + 1}"

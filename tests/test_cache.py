@@ -27,7 +27,7 @@ FP32, NATIVE = Numerics.fp32(), Numerics.native()
 
 
 def test_released_sizes():
-    """Model spec 14 and 15."""
+    """The sizes of docs/model.md 10."""
     cfg = ModelConfig.from_json(resources.config_file("deepseek-v4.1-flash"))
     assert caches.entry_bytes_per_token(cfg) == 890
     cache = caches.cache_shapes(cfg, NATIVE, 3, 1 << 20)

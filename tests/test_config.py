@@ -61,7 +61,7 @@ def test_configs_are_hashable(released: ModelConfig) -> None:
 
 # -- roles -----------------------------------------------------------------------------------------
 
-# (layers, role, ratio, uses candidates, Engram ordinal, tap), the table of model spec 2
+# (layers, role, ratio, uses candidates, Engram ordinal, tap), the table of docs/model.md 2
 ROLES = [
     ([0], "window", 0, False, None, False),
     ([1], "window", 0, False, 0, False),

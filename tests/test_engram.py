@@ -27,7 +27,7 @@ def released() -> ModelConfig:
 
 # -- constants -------------------------------------------------------------------------------------
 
-PRIMES = {  # model spec 22
+PRIMES = {  # of the release, docs/model.md 5.2
     1: """16000057 16000079 16000081 16000097 16000121 16000129 16000133 16000183
           16000189 16000207 16000211 16000253 16000277 16000289 16000307 16000321
           16000339 16000381 16000393 16000399 16000403 16000409 16000447 16000463""",
@@ -120,7 +120,7 @@ LARGEST_PRIMES = (16777213, 16777199, 16777183)  # below 2^24
 @pytest.mark.parametrize("vocabulary", [1 << 17, 99092, 251])
 @pytest.mark.parametrize("kind", ["largest", "smallest", "random"])
 def test_hashes_are_exact(vocabulary, kind):
-    """Ids and multipliers up to the largest that the spec's bound admits, primes up to 2^24."""
+    """Ids and multipliers up to the largest that their bound admits, primes up to 2^24."""
     rng = np.random.default_rng(vocabulary)
     bound = (2**63 - 1) // vocabulary // 2
     multipliers = {

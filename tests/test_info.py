@@ -18,7 +18,7 @@ def released() -> info.Info:
 
 
 def test_released_components(released: info.Info) -> None:
-    """The counts of model spec 4."""
+    """The counts of docs/model.md 13, part by part."""
     counts = {part.name: part.parameters for part in released.components}
     assert counts == {
         "compressors": 18_352_128,
@@ -43,7 +43,7 @@ def test_released_components(released: info.Info) -> None:
 
 
 def test_released_active_parameters(released: info.Info) -> None:
-    """ "8B prefill" and "16B decode": model spec 4 says 7.89B and 16.13B."""
+    """ "8B prefill" and "16B decode": docs/model.md 13 says 7.89B and 16.13B."""
     assert round(sum(part.prefill for part in released.components) / 1e9, 2) == 7.89
     assert round(sum(part.decode for part in released.components) / 1e9, 2) == 16.13
 
@@ -57,7 +57,7 @@ def test_released_bytes(released: info.Info) -> None:
 
 
 def test_released_state(released: info.Info) -> None:
-    """Model spec 14: rings of 134 rows in 43 layers, pending pooling of 7 slots in 3."""
+    """docs/model.md 10: rings of 134 rows in 43 layers, pending pooling of 7 slots in 3."""
     state = dict(released.state)
     assert state["window rings"] + state["draft rings"] == 3_042_336
     assert state["pending pooling"] == 86_016

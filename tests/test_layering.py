@@ -17,6 +17,12 @@ SHIPPED = PACKAGE + [
     for module in layering.read_modules(ROOT / folder, ROOT)
 ]
 
+PAGES = {
+    Path(page.path).name: layering.sections(page.text)
+    for page in layering.read_texts(ROOT / "docs", ROOT, "*.md")
+}
+RULES = {"tests/layering.py", "tests/test_layering.py"}  # they quote what they look for
+
 
 def report(findings):
     listed = list(findings)
@@ -49,6 +55,17 @@ def test_modules_are_named_after_what_they_hold():
 
 def test_files_and_functions_fit():
     report(per_module(layering.oversized, SHIPPED))
+
+
+def test_references_name_sections_that_exist():
+    texts = list(SHIPPED)
+    for folder in ("bench", "configs", "docs", "notebooks", "tests"):
+        texts += layering.read_modules(ROOT / folder, ROOT)
+        texts += layering.read_texts(ROOT / folder, ROOT, "**/*.md")
+    texts += layering.read_texts(ROOT, ROOT, "*.md")
+    texts += layering.read_texts(ROOT, ROOT, "*.toml")
+    texts = [text for text in texts if text.path not in RULES]
+    report(found for text in texts for found in layering.lost_references(text, PAGES))
 
 
 def test_importing_the_package_touches_no_device():
@@ -228,3 +245,43 @@ def test_an_oversized_file_and_function_are_found():
     assert "f has 51 lines" in finding
     (finding,) = layering.oversized(planted("x = 1\n" * (layering.FILE_LINES + 1)))
     assert "501 lines" in finding
+
+
+PAGE = "# A page\n\n## 1. First\n\n### 1.2 Inner part\n\n## Without number: why\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("# the rule of model spec 8.4", "'spec 8.4' names no page"),
+        ("# the rule of the engine spec\n# 2, plainly", "'spec # 2' names no page"),
+        ("# as in Specification section 3", "'Specification section 3' names no page"),
+        ("# docs/other.md 1", "there is no docs/other.md"),
+        ("# docs/page.md 2", "docs/page.md has no section 2"),
+        ("# docs/page.md 1, 1.2 and 1.3", "docs/page.md has no section 1.3"),
+        ("# it is docs/page.md\n# 1.2.1", "docs/page.md has no section 1.2.1"),
+        ('# docs/page.md "Without\n# name"', "docs/page.md has no section Without name"),
+    ],
+)
+def test_a_lost_reference_is_found(text, complaint):
+    pages = {"page.md": layering.sections(PAGE)}
+    (finding,) = layering.lost_references(planted("import os\n" + text), pages)
+    assert finding.startswith(f"deepinfer_jax/steps.py:2: {complaint}")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "see docs/page.md, 3 lines",
+        "docs/page.md 1, 1.2.",
+        "docs/page.md 1.2: 528 bytes",
+        'docs/page.md "Inner part" and "Outer part"',
+        'docs/page.md "Without\n    number"',
+        "# docs/page.md\n# 1",
+        "for spec in specs: 1",
+        "spec = 3",
+    ],
+)
+def test_a_reference_that_leads_somewhere_passes(text):
+    pages = {"page.md": layering.sections(PAGE)}
+    assert list(layering.lost_references(planted(text), pages)) == []

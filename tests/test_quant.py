@@ -43,7 +43,7 @@ def power_of_two_above(value: np.ndarray) -> np.ndarray:
 
 
 def simulated(x: np.ndarray, kind: str) -> np.ndarray:
-    """Quantize and dequantize [..., K] by the formulas of model spec 6.2 and 6.3."""
+    """Quantize and dequantize [..., K] by the formulas of docs/model.md 3.1 and 3.2."""
     group = 16 if kind == "main" else 32
     g = x.astype(np.float32).reshape(*x.shape[:-1], -1, group)
     amax = np.abs(g).max(axis=-1, keepdims=True)
@@ -164,7 +164,7 @@ def test_every_midpoint_at_every_scale_of_the_main_quantizer() -> None:
 
 
 def test_conformance_vectors() -> None:
-    """The worked example of model spec 22."""
+    """One vector through every quantizer."""
     x = (3.3 * np.sin(0.37 * np.arange(32))).astype(ml_dtypes.bfloat16)
     x = jnp.asarray(np.broadcast_to(np.tile(x, 2), rows("sorted").shape))  # a shape compiled above
     want = {
@@ -195,7 +195,7 @@ def test_packed_rows_hold_what_the_simulation_gives(kind: str) -> None:
 
 
 def test_released_row_sizes() -> None:
-    """Model spec 15: 528 bytes per window row, 288 and 68 per compressed entry."""
+    """docs/model.md 10: 528 bytes per window row, 288 and 68 per compressed entry."""
     assert (quant.window_bytes(512), quant.main_bytes(512), quant.index_bytes(128)) == (
         528,
         288,
@@ -239,7 +239,7 @@ def random_weight(format: quant.Format) -> Quantized:
 
 
 def decoded(weight: Quantized) -> np.ndarray:
-    """The formulas of model spec 5 in float64."""
+    """The formulas of docs/model.md 13 in float64."""
     codes, scale = np.asarray(weight.codes), np.asarray(weight.scale).astype(np.int64)
     if weight.format == "fp4_group":
         nibbles = np.stack([codes & 15, codes >> 4], axis=-1).reshape(*codes.shape[:-1], -1)
@@ -284,7 +284,7 @@ def test_quantizing_is_within_half_a_step(format: quant.Format) -> None:
 
 
 def test_engram_rows_survive_activation_rounding() -> None:
-    """Model spec 10.4: e4m3 times a power of two is already what the FP8 quantizer gives."""
+    """docs/model.md 5.3: e4m3 times a power of two is already what the FP8 quantizer gives."""
     rng = np.random.default_rng(3)
     codes = rng.integers(0, 127, rows("sorted").shape, np.uint8)
     codes[:, ::32] = 126  # the largest code of each group is in use, as in a stored table

@@ -1,4 +1,4 @@
-"""Decoder replay: a prompt whose early rows stop at the decoder boundary (model spec 16).
+"""Decoder replay: a prompt whose early rows stop at the decoder boundary (docs/model.md 11).
 
 `mask` runs every row and narrows the decoder's windows, `compact` drops the rows nobody may see.
 Both must agree bit for bit, in any chunks, and leave everything that decoding reads.

@@ -1,6 +1,6 @@
 """CSA2 attention: queries, window KV, sparse attention over window and selected entries, output.
 
-Model spec 8. Every query attends over a fixed number of slots in ascending position: the window
+docs/model.md 7. Every query attends over a fixed number of slots in ascending position: the window
 right-aligned, then the selected compressed entries; empty slots are masked and add exact zeros.
 """
 
@@ -33,7 +33,7 @@ class Query:
 
 
 def query(p: Any, x: jax.Array, angle: Rotation, cfg: ModelConfig, numerics: Numerics) -> Query:
-    """Queries of x [T, D] (model spec 8.1)."""
+    """Queries of x [T, D] (docs/model.md 7.1)."""
     quantized = cfg.quantized
     low = nx.linear(x, p["wq_a"], numerics, quantized)
     low = nx.rms_norm(low, p["q_norm"], cfg.rms_norm_eps, numerics)
@@ -45,7 +45,7 @@ def query(p: Any, x: jax.Array, angle: Rotation, cfg: ModelConfig, numerics: Num
 def window_kv(
     p: Any, x: jax.Array, angle: Rotation, cfg: ModelConfig, numerics: Numerics
 ) -> jax.Array:
-    """The window vector, key and value at once, of x [T, D] -> [T, Hd] (model spec 8.2)."""
+    """The window vector, key and value at once, of x [T, D] -> [T, Hd] (docs/model.md 7.1)."""
     k = nx.linear(x, p["wkv"], numerics, cfg.quantized)
     k = nx.rms_norm(k, p["kv_norm"], cfg.rms_norm_eps, numerics)
     k = rope.rotate(k, angle)
@@ -55,7 +55,7 @@ def window_kv(
 def output(
     p: Any, o: jax.Array, angle: Rotation, cfg: ModelConfig, numerics: Numerics
 ) -> jax.Array:
-    """Attention output o [T, H, Hd] rotated back and through the grouped projection (8.8)."""
+    """Attention output o [T, H, Hd] rotated back and projected by groups (docs/model.md 7.5)."""
     o = rope.rotate(nx.round_to(o, numerics.dtype), angle, inverse=True)
     low = nx.group_dot(o.reshape(o.shape[0], cfg.o_groups, -1), p["wo_a"], numerics)
     low = nx.round_to(low, numerics.dtype).reshape(o.shape[0], -1)
@@ -169,7 +169,7 @@ def attend(
     q: jax.Array, new: jax.Array, ring: Ring | None, entries: Entries | None, selected: jax.Array,
     floor: jax.Array, sink: jax.Array, rows: Rows, spans: Spans, reach: Reach, numerics: Numerics,
 ) -> jax.Array:  # fmt: skip
-    """Sparse attention of all rows: q [T, H, Hd] -> float32 [T, H, Hd] (model spec 8.7).
+    """Sparse attention of all rows: q [T, H, Hd] -> float32 [T, H, Hd] (docs/model.md 7.5).
 
     selected [T, S] entry ids ascending, -1 padded; floor [T]: the first window position a row may
     see (a position beyond the row's own leaves its window empty, as padding rows need).

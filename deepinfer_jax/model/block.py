@@ -1,4 +1,4 @@
-"""One backbone block: Engram, tap, compressed KV, attention, MoE (model spec 7.2, 7.3).
+"""One backbone block: Engram, tap, compressed KV, attention, MoE (docs/model.md 4.1, 4.2).
 
 `Call` is what all blocks of one forward share, `Stream` what flows through them. A block is `enter`
 (everything that needs all rows) followed by `attention_part` and `moe_part`; between the two a
@@ -56,7 +56,7 @@ class Call:
 class Stream:
     """What flows from block to block.
 
-    x [T, C, D] residual streams; pre [T, C] collapse weights of the next sub-layer; selected [T, K]
+    x [T, C, D] residual streams; pre [T, C] collapse weights of the next sub-layer; selected [T, S]
     and candidates [T, b]: newest index lists; taps [n, T, D]; routed [L, T, k]; latest: this call's
     newest compressed KV and index keys ([T, Hd], [T, K]) where there is no cache.
     """

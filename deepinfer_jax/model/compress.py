@@ -1,4 +1,4 @@
-"""The compressor: pools m tokens into one KV entry and its index key (model spec 8.3, 8.4)."""
+"""The compressor: pools m tokens into one KV entry and its index key (docs/model.md 7.2)."""
 
 from __future__ import annotations
 

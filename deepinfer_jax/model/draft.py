@@ -1,9 +1,9 @@
-"""DSpark: the block drafter (model spec 11).
+"""DSpark: the block drafter (docs/model.md 9).
 
 One pass of a few window-only blocks over [anchor, noise, noise, ...] proposes the next tokens; a
 Markov head chains them left to right, a confidence head estimates how likely each is to be
 accepted. Drafts are drawn with the noise of the absolute position that the target itself will use,
-so that target and draft agree as often as coupled sampling allows (engine spec 1.7).
+so that target and draft agree as often as coupled sampling allows.
 """
 
 from __future__ import annotations

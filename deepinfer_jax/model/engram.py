@@ -1,4 +1,4 @@
-"""Engram: n-gram memory, read by hashing, written through a gate (model spec 10).
+"""Engram: n-gram memory, read by hashing, written through a gate (docs/model.md 5).
 
 Hashes are exact 64-bit integers kept as two uint32 words: no device needs 64-bit types for them.
 """
@@ -44,7 +44,7 @@ def _is_prime(n: int) -> bool:
 
 @functools.lru_cache(maxsize=16)
 def hash_constants(cfg: ModelConfig) -> tuple[HashConstants, ...]:
-    """Primes and multipliers of every Engram layer (model spec 10.2), checked for size.
+    """Primes and multipliers of every Engram layer (docs/model.md 5.2), checked for size.
 
     `loading.load` asks first, so that nothing is read or compiled for sizes that do not fit.
 
@@ -136,7 +136,7 @@ def lookback(
     """Compressed ids of each row and of the tokens before it: [T, max_ngram], newest first.
 
     compressed [T]: -1 inside an image. A token before the start, or dead, is -1, and so is every
-    farther one (model spec 10.3). Earlier calls' tokens come from the ring `history` [B, Q].
+    farther one (docs/model.md 5.2). Earlier calls' tokens come from the ring `history` [B, Q].
     """
     slot = jnp.maximum(rows.slots, 0)
     alive = compressed >= 0
@@ -191,7 +191,7 @@ def read_table(table: Any, index: jax.Array, numerics: Numerics) -> jax.Array:
 def gate(
     p: Any, keys: jax.Array, streams: jax.Array, cfg: ModelConfig, numerics: Numerics
 ) -> jax.Array:
-    """Gate of each stream, float32 [T, C], from keys and streams [T, C, D] (model spec 10.4)."""
+    """Gate of each stream, float32 [T, C], from keys and streams [T, C, D] (docs/model.md 5.3)."""
     x, key = streams.astype(jnp.float32), keys.astype(jnp.float32)
     eps = np.float32(cfg.rms_norm_eps)
     scale = lax.rsqrt(nx.mean_square(x, numerics) + eps)

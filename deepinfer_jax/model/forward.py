@@ -1,6 +1,6 @@
 """`forward`: rows in, hidden states and cache out; for prefill, decode, verification, training.
 
-Model spec 7, 16, 17. The head is separate (`head.logits`), so that only rows whose logits matter
+docs/model.md 4, 10, 11. The head is separate (`head.logits`), so that only rows whose logits matter
 pay for them.
 """
 
@@ -29,7 +29,7 @@ from deepinfer_jax.tables import Tables
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Replay:
-    """How much of a prompt the decoder half sees (model spec 16); part of the numerics of a run.
+    """How much of a prompt the decoder half sees (docs/model.md 11); part of the numerics of a run.
 
     off: all of it. mask: every row runs, but decoder windows start at P - keep. compact: rows
     before P - keep stop at the decoder boundary; the rows kept give the results of `mask`.

@@ -1,4 +1,4 @@
-"""The language model head (model spec 7.4)."""
+"""The language model head (docs/model.md 4.2)."""
 
 from __future__ import annotations
 

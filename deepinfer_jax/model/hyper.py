@@ -1,4 +1,4 @@
-"""Single-pass mHC: residual streams, collapsed and remixed at every sub-layer (model spec 7).
+"""Single-pass mHC: residual streams, collapsed and remixed at every sub-layer (docs/model.md 4).
 
 The collapse weights of a sub-layer were made by the sub-layer before it, so a mix depends only on
 the streams that enter and can run beside the sub-layer itself.
@@ -102,6 +102,6 @@ def expand(y: jax.Array, mixed: Mix, streams: jax.Array, numerics: Numerics) -> 
 
 
 def stream_mean(streams: jax.Array, numerics: Numerics) -> jax.Array:
-    """Mean over the streams [T, C, D] -> [T, D]: the feature that DSpark taps (model spec 7.3)."""
+    """Mean over the streams [T, C, D] -> [T, D]: what DSpark taps (docs/model.md 4.2)."""
     total = nx.axis_sum(streams.astype(jnp.float32), 1, numerics)
     return nx.round_to(total / np.float32(streams.shape[1]), numerics.dtype)

@@ -1,4 +1,4 @@
-"""The indexer: which compressed entries each row attends to (model spec 8.4, 8.5).
+"""The indexer: which compressed entries each row attends to (docs/model.md 7.3, 7.4).
 
 Selection is exact and total: higher score first, then lower position; a list of entries is always
 given in ascending position. A selection carries no gradient: train the indexer on its scores.
@@ -59,7 +59,7 @@ def index_query(
 
 
 def visible_entries(positions: jax.Array, ratio: int) -> jax.Array:
-    """Entries a row may see: groups complete at its own position (model spec 8.4)."""
+    """Entries a row may see: groups complete at its own position (docs/model.md 7.3)."""
     return (positions + 1) // ratio
 
 
@@ -140,7 +140,8 @@ def candidate_width(cfg: ModelConfig, count: int) -> int:
 def candidate_blocks(score: jax.Array, visible: jax.Array, cfg: ModelConfig) -> jax.Array:
     """The best blocks by their best member: score [T, n] -> [T, blocks], ascending, -1 padded.
 
-    The newest visible entry's block is always kept; blocks with nothing visible never are (8.5).
+    The newest visible entry's block is always kept; blocks with nothing visible never are
+    (docs/model.md 7.4).
     """
     size = cfg.candidate_block_size
     t, n = score.shape

@@ -1,4 +1,4 @@
-"""Mixture of experts: routing, grouped experts, and a sum in a fixed order (model spec 9)."""
+"""Mixture of experts: routing, grouped experts, and a sum in a fixed order (docs/model.md 8)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rotary positions: the last features of a vector, in adjacent pairs (model spec 6.6)."""
+"""Rotary positions: the last features of a vector, in adjacent pairs (docs/model.md 6)."""
 
 from __future__ import annotations
 

@@ -191,7 +191,7 @@ def linear(x: jax.Array, weight: Any, numerics: Numerics, quantized: bool = Fals
     """x [T, K] through a weight leaf [N, K], rounded once to the activation dtype.
 
     `quantized`: the release stores this weight in FP8 or FP4, so its input is quantized to FP8
-    first (`lin8`, `lin4` of model spec 6.4); otherwise `lin16`.
+    first (`lin8`, `lin4` of docs/model.md 3.3); otherwise `lin16`.
     """
     if numerics.rows == "pallas":  # rounded where it is made
         x = prepared(x, numerics, quantized)

@@ -21,7 +21,7 @@ def attend(
     q: jax.Array, keys: jax.Array, mask: jax.Array, sink: jax.Array, scale: float,
     numerics: Numerics,
 ) -> jax.Array:  # fmt: skip
-    """Attention of one query row over its slots, with a sink (model spec 8.7).
+    """Attention of one query row over its slots, with a sink (docs/model.md 7.5).
 
     q [H, K], keys [S, K] (keys and values are one vector), mask [S], sink [H] -> float32 [H, K].
     The slots are fixed in number and order; masked ones contribute exact zeros. The global maximum
@@ -71,7 +71,7 @@ _attend_on_gpu.defvjp(_attend_forward, _attend_backward)
 def index_scores(
     q: jax.Array, head_weight: jax.Array, keys: jax.Array, numerics: Numerics
 ) -> jax.Array:
-    """Index scores of one query row: sum over heads of relu(q.k) * weight (model spec 8.4).
+    """Index scores of one query row: sum over heads of relu(q.k) * weight (docs/model.md 7.3).
 
     q [H, K], head_weight [H], keys [N, K] -> float32 [N], holding bfloat16 values unless the
     numerics are float32.

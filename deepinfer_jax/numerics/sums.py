@@ -98,7 +98,7 @@ def mean_square(x: jax.Array, numerics: Numerics) -> jax.Array:
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float, numerics: Numerics) -> jax.Array:
-    """[..., K] normalised in float32 and rounded once to `numerics.dtype` (model spec 6.5)."""
+    """[..., K] normalised in float32 and rounded once to `numerics.dtype` (docs/model.md 1)."""
     scale = lax.rsqrt(mean_square(x, numerics) + np.float32(eps))
     y = x.astype(jnp.float32) * scale[..., None]
     gain = weight.astype(jnp.float32).reshape((1,) * (y.ndim - 1) + (-1,))

@@ -4,7 +4,7 @@ A verify step costs more the more rows it has, and a row is wasted when its draf
 drafts are ranked by their survival (the estimated probability that they and all before them are
 accepted), and as many of the best are verified as give the most expected tokens per millisecond
 under a measured curve of step times. The answer is a length per request. With coupled sampling
-(`sampling`, engine spec 1.7) a length changes how soon a token comes and never which token.
+(docs/determinism.md) a length changes how soon a token comes and never which token.
 
 Everything here is a pure function: times come in as a `Cost`, no clock is read.
 """

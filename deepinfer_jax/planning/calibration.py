@@ -1,7 +1,8 @@
-"""Sequential temperature scaling of the confidence head, on the host (engine spec 2.7).
+"""Sequential temperature scaling of the confidence head (docs/speculation.md "Calibration").
 
-A planner multiplies confidences, so the product has to be right, not each factor: temperatures are
-fitted from left to right, each to the survival that it ends. Legend: N rounds, D drafts.
+On the host. A planner multiplies confidences, so the product has to be right, not each factor:
+temperatures are fitted from left to right, each to the survival that it ends. Legend: N rounds, D
+drafts.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ def probabilities(logits: Array, temperatures: Array) -> Any:
 def survival(probabilities: Array) -> Any:
     """Probability that a draft and all before it are accepted: [..., D] float32, falling along D.
 
-    A product in float32 from left to right (engine spec 2.5): a host that multiplies in this order
+    A product in float32 from left to right: a host that multiplies in this order
     has the same bits, and so the same plan.
     """
     xp = jnp if isinstance(probabilities, jax.Array) else np

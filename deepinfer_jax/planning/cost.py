@@ -1,7 +1,7 @@
 """What a step costs: a staircase over the row counts that a step is compiled for.
 
 Legend: G sizes. A step of b rows runs in the program of the smallest size g >= b and takes
-`ms(g) + slope * g + constant` milliseconds (engine spec 2.2).
+`ms(g) + slope * g + constant` milliseconds (docs/speculation.md "The plan").
 """
 
 from __future__ import annotations
@@ -106,8 +106,7 @@ def check_requests(cost: Cost, requests: int) -> None:
 def monotone(cost: Cost) -> Cost:
     """`cost` with its running maximum for a curve, as NumPy arrays.
 
-    A larger size measured faster is noise; left in, it would make worthless drafts look free
-    (engine spec 2.2).
+    A larger size measured faster is noise; left in, it would make worthless drafts look free.
     """
     return dataclasses.replace(cost, ms=np.maximum.accumulate(np.asarray(cost.ms)))
 

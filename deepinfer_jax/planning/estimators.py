@@ -1,7 +1,7 @@
 """How real steps differ from the measured curve: medians over the newest samples.
 
 Host side. The caller keeps the samples (newest last, bounded by the constants here) and passes the
-results into `make_cost`, so that planning itself sees no clock (engine spec 2.3).
+results into `make_cost`, so that planning itself sees no clock (docs/speculation.md "The plan").
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ class Plan:
 
 
 def distribute(survival: Array, budget: Array | int, active: Array) -> jax.Array:
-    """Lengths [R] int32 that verify the `budget` most likely drafts (engine spec 2.5).
+    """Lengths [R] int32 that verify the `budget` most likely drafts.
 
     Rank is by survival, then by request, then by draft. Survivals do not rise along a request, so
     a draft never goes before an earlier one of its request, and whether it is verified does not
@@ -56,15 +56,15 @@ def distribute(survival: Array, budget: Array | int, active: Array) -> jax.Array
 
 
 def plan(survival: Array, budget_survival: Array, active: Array, cost: Cost) -> Plan:
-    """The plan with the most expected tokens per millisecond (engine spec 2.2).
+    """The plan with the most expected tokens per millisecond (docs/speculation.md "The plan").
 
     All totals b are compared: E(b) / time(b), where E is the active requests (an anchor always
     yields a token) plus the b best of `budget_survival`, added in their order; the smallest b wins
     a tie. Then b drafts are distributed by `survival`.
 
-    With coupled sampling pass `survival` twice. Rejection sampling needs the causality rule of
-    engine spec 2.4: pass the survivals of one round earlier as `budget_survival`, because this
-    search looks at later drafts before it decides about earlier ones.
+    With coupled sampling pass `survival` twice. Rejection sampling needs the two-round rule of that
+    page: pass the survivals of one round earlier as `budget_survival`, because this search looks at
+    later drafts before it decides about earlier ones.
 
     Args:
         survival: [R, D] float32, the newest survivals.
@@ -82,8 +82,8 @@ def plan(survival: Array, budget_survival: Array, active: Array, cost: Cost) -> 
 def plan_greedy(survival: Array, active: Array, cost: Cost) -> Plan:
     """The plan that stops at the first draft that does not improve on the one before.
 
-    The rule of the DSpark paper (engine spec 2.4): causal on the newest survivals, and short of
-    the best plan where times are a staircase. Arguments as `plan`.
+    The rule of the DSpark paper: causal on the newest survivals, and short of the best plan where
+    times are a staircase. Arguments as `plan`.
     """
     _check_shapes(active, survival=survival)
     values, order = _queue(survival, active)

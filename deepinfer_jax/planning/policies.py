@@ -132,7 +132,7 @@ class Planner(Policy):
     """Choose the size of a verification that gives the most tokens in the measured time, or no
     drafts at all; the rows are then filled with the drafts most likely to survive.
 
-    Sizes come from earlier rounds and the filling from this one (engine spec 2.5). `table`: from
+    Sizes come from earlier rounds and the filling from this one. `table`: from
     `deepinfer-jax profile`; `temperatures`: one per draft, from calibration.
     """
 

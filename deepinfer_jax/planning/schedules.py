@@ -63,7 +63,7 @@ class Confident:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Fill:
-    """As many as fit: those most likely to survive, of whichever slots (engine spec 2.5)."""
+    """As many as fit: those most likely to survive, of whichever slots."""
 
     temperatures: Array
 

@@ -16,8 +16,8 @@ Array = jax.Array | np.ndarray
 def threshold(probabilities: Array, tau: Array | float) -> jax.Array:
     """Leading drafts whose probability is at least `tau`: int32 [...] of [..., D].
 
-    The rule of the public article (engine spec 2.6); causal, because a draft is judged by its own
-    confidence and those before it.
+    The rule of the public article (docs/speculation.md "The plan"); causal, because a draft is
+    judged by its own confidence and those before it.
     """
     p = jnp.asarray(probabilities)
     return leading(p >= jnp.asarray(tau, p.dtype))

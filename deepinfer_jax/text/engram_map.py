@@ -1,4 +1,4 @@
-"""The Engram compressed-token map: token id -> id of its normalised text (model spec 10.1).
+"""The Engram compressed-token map: token id -> id of its normalised text (docs/model.md 5.1).
 
 Spellings that differ in case, accents or surrounding space share one compressed id, and the Engram
 hashes those ids. A wrong map silently rehashes the whole table, so the stored map is bound to its

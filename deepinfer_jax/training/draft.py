@@ -1,8 +1,9 @@
-"""Stage 2: the DSpark heads, on a frozen backbone (engine spec 3).
+"""Stage 2: the DSpark heads, on a frozen backbone.
 
+See docs/speculation.md "Heads for another checkpoint".
 Each sequence gives a number of random anchors. A block of draft rows stands at every anchor and
 sees the backbone's features strictly before it; the Markov head is fed the true preceding tokens.
-The confidence head learns the probability of acceptance under shared noise (engine spec 1.7).
+The confidence head learns the probability of acceptance under shared noise.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class Objective:
 
 
 OBJECTIVES = {
-    "distance": Objective(),  # engine spec 3
+    "distance": Objective(),  # the weights of the DeepSpec code
     "coupled": Objective(distance=0.0, coupled=1.8),  # as strong where p and q nearly agree
 }
 

@@ -1,4 +1,4 @@
-"""A slow NumPy model written from the specification alone: the second opinion of the tests.
+"""A slow NumPy model, docs/model.md read once more: the second opinion of the tests.
 
     config, weights = read_folder(folder)
     oracle = Oracle(config, weights, token_map, quantize_kv=True)

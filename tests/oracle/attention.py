@@ -1,4 +1,4 @@
-"""Attention of one row over an explicit list of keys (model spec 8.1, 8.2, 8.7, 8.8)."""
+"""Attention of one row over an explicit list of keys (docs/model.md 7.1, 7.5)."""
 
 from dataclasses import dataclass
 

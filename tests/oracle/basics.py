@@ -33,12 +33,12 @@ class Params:
         return self[name + ".weight"] @ x
 
     def quantized_linear(self, name: str, x: np.ndarray) -> np.ndarray:
-        """x [n] -> [out], for weights the release keeps in fp8 or fp4 (model spec 6.4)."""
+        """x [n] -> [out], for weights the release keeps in fp8 or fp4 (docs/model.md 3.3)."""
         return self.linear(name, quant.fp8(x).astype(np.float64) if self.quantize_inputs else x)
 
 
 def norm(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
-    """RMS norm over the last axis (model spec 6.5)."""
+    """RMS norm over the last axis (docs/model.md 1)."""
     return weight * x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + eps)
 
 

@@ -1,4 +1,4 @@
-"""The DSpark draft head: context rows, the draft block, Markov and confidence (model spec 11)."""
+"""The DSpark draft head: context rows, the draft block, Markov and confidence (docs/model.md 9)."""
 
 from dataclasses import dataclass
 

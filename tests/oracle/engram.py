@@ -1,4 +1,4 @@
-"""Engram: rows of a hashed n-gram table, gated into every stream (model spec 10)."""
+"""Engram: rows of a hashed n-gram table, gated into every stream (docs/model.md 5)."""
 
 from dataclasses import dataclass
 

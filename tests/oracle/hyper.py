@@ -1,4 +1,4 @@
-"""Single-pass hyper-connections: residual streams mixed around a sub-layer (model spec 7.2)."""
+"""Single-pass hyper-connections: residual streams mixed around a sub-layer (docs/model.md 4.1)."""
 
 from dataclasses import dataclass
 

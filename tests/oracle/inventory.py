@@ -1,4 +1,4 @@
-"""The tensor list a configuration implies: names, storage and shapes (model spec 5).
+"""The tensor list a configuration implies: names, storage and shapes (docs/model.md 13).
 
 Storage classes: F8 is fp8 with one scale per 32 x 32 tile, F4 packed fp4 with one scale per row
 and 32 columns, TABLE fp8 with one scale per row and 32 columns, BF bfloat16 and F32 float32.

@@ -1,4 +1,4 @@
-"""Which layer does what: roles derived from the nested configuration (model spec 2 and 3)."""
+"""Which layer does what: roles derived from the nested configuration (docs/model.md 2)."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

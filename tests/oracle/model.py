@@ -1,7 +1,7 @@
-"""The backbone, one row at a time (model spec 7, 8.6, 14, 16, 17).
+"""The backbone, one row at a time (docs/model.md 4, 7, 10, 11).
 
-Nothing here is shared with the package under test: the oracle is a second reading of the
-specification. It is slow on purpose: Python lists instead of rings, float64 instead of bf16.
+Nothing here is shared with the package under test: the oracle is a second reading of
+docs/model.md. It is slow on purpose: Python lists instead of rings, float64 instead of bf16.
 """
 
 from collections.abc import Mapping, Sequence

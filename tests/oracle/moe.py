@@ -1,4 +1,4 @@
-"""Mixture of experts: biased choice, unbiased weights, clamped SwiGLU (model spec 9)."""
+"""Mixture of experts: biased choice, unbiased weights, clamped SwiGLU (docs/model.md 8)."""
 
 from dataclasses import dataclass
 

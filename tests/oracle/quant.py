@@ -1,4 +1,4 @@
-"""Block quantizers, written as "quantize, then dequantize" (model spec 6.1 to 6.3).
+"""Block quantizers, written as "quantize, then dequantize" (docs/model.md 3, 3.1, 3.2).
 
 Everything here is float32 arithmetic on tables of representable values: no float8 or float4 type
 of any library is used, so that a wrong cast elsewhere cannot hide behind the same wrong cast here.

@@ -1,4 +1,4 @@
-"""Rotary positions on the last features of a vector, adjacent pairs (model spec 6.6 and 22)."""
+"""Rotary positions on the last features of a vector, adjacent pairs (docs/model.md 6)."""
 
 import numpy as np
 

@@ -1,4 +1,4 @@
-"""Single operations of the oracle against unit vectors: recorded ones and those of the spec."""
+"""Single operations of the oracle against unit vectors: recorded ones and known ones."""
 
 import json
 from pathlib import Path
@@ -51,7 +51,7 @@ def test_fp4_scales(ops):
     assert np.array_equal(quant.main_fp4_scale(x), ops["fp4.scale_f32_e4m3"])
 
 
-def test_quantizers_on_the_vector_of_the_specification():
+def test_quantizers_on_a_known_vector():
     x = np.float32(3.3) * np.sin(0.37 * np.arange(32, dtype=np.float32))
     x = ((x.view(np.uint32) + 0x8000) & 0xFFFF0000).view(np.float32)
     assert list(quant.fp8(x)[:8]) == [0, 1.25, 2.25, 3, 3.25, 3.25, 2.5, 1.75]

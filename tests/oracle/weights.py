@@ -1,4 +1,4 @@
-"""Read and write safetensors of the released storage types, and dequantize them (model spec 5).
+"""Read and write safetensors of the released storage types, and dequantize them (docs/model.md 13).
 
 A tensor file is a dict name -> (storage type, raw array). Raw arrays are what NumPy can hold:
 BF16 as uint16, F8_E4M3 and F8_E8M0 as uint8, packed fp4 as int8, the others as themselves.

@@ -11,7 +11,7 @@ from deepinfer_jax.training import coupling
 
 
 def double_sum(p, q):
-    """sum_i 1 / sum_j max(p_j / p_i, q_j / q_i), as it is written (engine spec 1.7)."""
+    """sum_i 1 / sum_j max(p_j / p_i, q_j / q_i), as it is written."""
     worst = jnp.maximum(p[None] / p[:, None], q[None] / q[:, None])
     return jnp.sum(1 / jnp.sum(worst, axis=1))
 
