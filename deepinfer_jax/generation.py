@@ -39,10 +39,9 @@ def generate(
     with one of these as `prompt`, `messages` or `tokens` and any of its own `id`, `tools`, `schema`
     and keyword arguments of this function but `batch_size` and `speculative`.
 
-    A reply depends on the model, its own prompt and options and its noise seed, bit for bit: not on
-    the other prompts, `batch_size` or padding. The noise seed is derived from `seed` and the
-    prompt's id, by default its index (give it one where the order may change); a `seed` of its own
-    is used as it is.
+    A reply depends on the model, its own prompt, options and noise seed, bit for bit, and not on
+    the other prompts or the batch. The noise seed is derived from `seed` and the prompt's id, by
+    default its index; a `seed` of its own is used as it is.
 
     Args:
       model: from `load`.
@@ -52,14 +51,13 @@ def generate(
       stop: strings that end a reply, before them; stop_token_ids: ids, beside the end token.
       thinking, effort: let the model reason first, and for how long (low, high, xhigh or max).
       grammar: what the replies must follow (`grammar.Grammar`); needs the extra `structured`.
-      batch_size: most prompts in work at once; default 8. Changes speed and memory only.
-      speculative: use of the model's drafter, from `planning`; default none. Changes speed only.
+      batch_size: most prompts at once, default 8; speculative: use of the drafter (`planning`),
+        default none. They change speed and memory only.
 
     Raises:
       TypeError, ValueError: the first prompt or option that cannot be run; nothing was compiled.
-      FloatingPointError: the model produced a value that is not a number.
-      GrammarError: a grammar could not be compiled, or a reply could not go on under it.
       ImportError: a request has a grammar and llguidance is not installed.
+      FloatingPointError, GrammarError: what ended the first request that failed, after all others.
     """
     options = Options(
         max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p,

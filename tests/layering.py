@@ -87,7 +87,7 @@ INTEGER = re.compile(r"u?int(4|8|16|32|64|p)?|bool_?")
 _GAP = r"[\s#]+"  # a reference may go on behind the `#` of the next line
 _NUMBER = r"\d+(?:\.\d+)*"
 REFERENCE = re.compile(
-    rf"docs/(?P<page>[\w-]+\.md)"
+    rf"(?<!main/)docs/(?P<page>[\w-]+\.md)"
     rf"(?:{_GAP}(?P<numbers>{_NUMBER}(?:(?:,|{_GAP}and|{_GAP}to){_GAP}{_NUMBER})*)"
     rf'|{_GAP}"(?P<title>[^"]+)")?'
 )

@@ -7,7 +7,7 @@ token's bytes begin a text of the grammar. How a text is cut into tokens is left
 Once: `make_vocabulary(tokenizer, size)`, `Compiler(vocabulary)`. Per request: `Compiler.submit`
 gives a `Ticket` at once; when its `outcome()` is `Compiled` the request may be scheduled, and
 `start(compiled)` is its first state; a `GrammarError` ends that request and no other. Per look, for
-the requests that have a state (engine spec 9):
+the requests that have a state:
 
     (a) fetch the drafts [B, N] that the device made
     (b) looked = masks(state, drafts) of every request; verify at most `looked.legal` drafts of it,

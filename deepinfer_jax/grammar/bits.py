@@ -1,4 +1,4 @@
-"""Packed masks on the device: one bit of a 32-bit word per token id (engine spec 9)."""
+"""Packed masks on the device: one bit of a 32-bit word per token id."""
 
 import jax
 import jax.numpy as jnp

@@ -2,7 +2,7 @@
 
 A submission returns at once. A compilation that has not ended in time has failed for those who wait
 for it; it cannot be killed, but gives up its place among the workers, so that it delays nobody, and
-what it makes at last is still kept for the next request (engine spec 9).
+what it makes at last is still kept for the next request.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The state of one reply under its grammar, and the masks that follow from it (engine spec 9).
+"""The state of one reply under its grammar, and the masks that follow from it.
 
 The end token is allowed exactly where the grammar may end, so that nothing else is allowed after a
 text that the grammar cannot prolong. After the end token everything is: the published engine's

@@ -71,7 +71,7 @@ class Grammar:
 
     @classmethod
     def from_so_args(cls, so_args: Mapping[str, Any]) -> Grammar:
-        """The grammar of the published engine's `so_args` (engine spec 9), `schema_type` and all.
+        """The grammar of the published engine's `so_args`, `schema_type` and all.
 
         Raises ValueError or TypeError that says which key, what was expected and what came.
         """

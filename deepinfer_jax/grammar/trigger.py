@@ -2,7 +2,7 @@
 
 The reply is free until the trigger has come in a row; progress is that of Knuth, Morris and Pratt,
 over tokens. Once the bound token has come, only the next missing trigger token is allowed, starting
-from the progress that already counts the bound token (engine spec 9; recorded vectors
+from the progress that already counts the bound token (recorded vectors
 `engine_misc/grammar_trigger.json`).
 """
 
