@@ -37,17 +37,16 @@ def generate(
 
     A prompt is a string (one user message), a list of messages, a list of token ids, or a mapping
     with one of these as `prompt`, `messages` or `tokens` and any of its own `id`, `tools`, `schema`
-    and keyword arguments of this function but `batch_size` and `speculative`.
+    and arguments of this function but the last two.
 
     A reply depends on the model, its own prompt, options and noise seed, bit for bit, and not on
     the other prompts or the batch. The noise seed is derived from `seed` and the prompt's id, by
     default its index; a `seed` of its own is used as it is.
 
     Args:
-      model: from `load`.
-      max_tokens: most tokens of a reply. Prompt and reply together must fit `model.max_length`.
-      temperature: 0 takes the most probable token, lowest id on ties.
-      top_p, top_k, min_p: truncation; 1.0, -1 and 0.0 keep everything.
+      model: from `load`. max_tokens: of a reply, which must fit `model.max_length` with its prompt.
+      temperature: 0 takes the most probable token, lowest id on ties. top_p, top_k, min_p:
+        truncation; 1.0, -1 and 0.0 keep everything.
       stop: strings that end a reply, before them; stop_token_ids: ids, beside the end token.
       thinking, effort: let the model reason first, and for how long (low, high, xhigh or max).
       grammar: what the replies must follow (`grammar.Grammar`); needs the extra `structured`.
@@ -56,8 +55,7 @@ def generate(
 
     Raises:
       TypeError, ValueError: the first prompt or option that cannot be run; nothing was compiled.
-      ImportError: a request has a grammar and llguidance is not installed.
-      FloatingPointError, GrammarError: what ended the first request that failed, after all others.
+      ImportError: llguidance is missing. FloatingPointError, GrammarError: what ended the first request that failed, after all others.
     """
     options = Options(
         max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p,

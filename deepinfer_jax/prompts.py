@@ -152,8 +152,8 @@ def _check_tokens(request: Request, cfg: ModelConfig, max_length: int) -> None:
         for token in ids:
             if not 0 <= token < cfg.vocab_size:
                 raise ValueError(f"{name} must lie in 0..{cfg.vocab_size - 1}, got {token}")
-    if request.options.grammar is not None:
-        request.options.grammar.check_token_ids(cfg.vocab_size, cfg.eos_token_id)
+    if request.options.rule is not None:
+        request.options.rule.check_token_ids(cfg.vocab_size, cfg.eos_token_id)
     length, reply = len(request.tokens), request.options.max_tokens
     if length + reply > max_length:
         room = max_length - length

@@ -63,6 +63,12 @@ class Options:
         if self.grammar is not None and not isinstance(self.grammar, Grammar):
             object.__setattr__(self, "grammar", Grammar.from_mapping(self.grammar))
 
+    @property
+    def rule(self) -> Grammar | None:
+        """`grammar` as it is kept."""
+        assert self.grammar is None or isinstance(self.grammar, Grammar)
+        return self.grammar
+
     def _settle_stops(self) -> None:
         """Check `stop` and `stop_token_ids` and make tuples of them."""
         for name in ("stop", "stop_token_ids"):

@@ -130,7 +130,7 @@ class Engine:
         job = Job(number, request.tokens, request.options.max_tokens, priority)
         transcript = Transcript(request, self._model.tokenizer, self._model.cfg.eos_token_id)
         work = Work(number, request, transcript)
-        if request.options.grammar is None:
+        if request.options.rule is None:
             self._scheduler.submit(job)
         else:
             self._scheduler.limits.check(job)

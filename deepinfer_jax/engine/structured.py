@@ -38,13 +38,14 @@ class Structured:
 
     def submit(self, work: Work, job: Job) -> None:
         """Begin to compile the request's grammar. Raises ImportError without llguidance."""
-        cfg = self._model.cfg
+        cfg, rule = self._model.cfg, work.request.options.rule
+        assert rule is not None, "the request has no grammar"
         if self._compiler is None:
             vocabulary = grammar.make_vocabulary(
                 self._model.tokenizer, cfg.vocab_size, cfg.eos_token_id
             )
             self._compiler = Compiler(vocabulary)
-        ticket = self._compiler.submit(work.request.options.grammar)
+        ticket = self._compiler.submit(rule)
         self._waiting.append(Waiting(work, job, ticket))
 
     def forget(self, number: int) -> bool:
