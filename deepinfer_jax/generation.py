@@ -55,7 +55,7 @@ def generate(
 
     Raises:
       TypeError, ValueError: the first prompt or option that cannot be run; nothing was compiled.
-      ImportError: llguidance is missing. FloatingPointError, GrammarError: what ended the first request that failed, after all others.
+      ImportError: llguidance is missing. FloatingPointError, GrammarError: a request failed alone.
     """
     options = Options(
         max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p,
