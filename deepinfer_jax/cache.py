@@ -59,6 +59,11 @@ class Codec:
     pack: Any
     unpack: Any
 
+    @classmethod
+    def plain(cls, width: int) -> Codec:
+        """Vectors as they are."""
+        return cls(width, False, width, None, None)
+
     def store(self, x: jax.Array) -> jax.Array:
         """[..., width] -> what the cache holds."""
         return self.pack(x) if self.packed else x.astype(jnp.float32)

@@ -15,7 +15,6 @@ import jax.numpy as jnp
 from jax import lax
 
 from deepinfer_jax import cache as caches
-from deepinfer_jax import numerics as nx
 from deepinfer_jax.cache import Cache
 from deepinfer_jax.config import LayerKind, ModelConfig
 from deepinfer_jax.model import attention, compress, engram, hyper, index, moe
@@ -153,17 +152,14 @@ def _publish(call: Call, kind: LayerKind, layer: Any, s: Stream) -> Stream:
     places = ordinals(cfg)
     source = _ordinal(places.source, layer)
     p = {name: at_layer(call.params["compressor"][name], source) for name in ("wkv", "norm")}
-    cache = s.cache
-    if kind.ratio == 1:
-        raw = nx.linear_f32(x, p["wkv"], numerics)
-    else:
+    cache, pooled, old = s.cache, None, None
+    if kind.ratio > 1:
         pooled = _ordinal(places.pooled, layer)
         p["wgate"] = at_layer(call.params["compressor"]["wgate"], pooled)
-        pair = compress.raw_pair(p, x, numerics)
         old = None if cache is None else cache.pending[pooled]
-        raw = compress.pool(compress.group_pairs(pair, old, rows, call.spans, kind.ratio))
+    lat, pair = compress.latents(p, x, kind.ratio, old, rows, call.spans, cfg, numerics)
+    if pair is not None:
         cache = _store_pending(cache, pooled, pair, rows, call.spans)
-    lat = compress.latent(raw, p, cfg, numerics)
     angle = compress.entry_angle(call.tables, rows, kind.ratio)
     keys = {n: at_layer(call.params["indexer"][n], source) for n in ("wk", "k_norm")}
     key = lax.stop_gradient(compress.index_key(keys, lat, angle, cfg, numerics))

@@ -59,6 +59,21 @@ def latent(raw: jax.Array, p: Any, cfg: ModelConfig, numerics: Numerics) -> jax.
     return nx.rms_norm(raw, p["norm"], cfg.rms_norm_eps, numerics)
 
 
+def latents(
+    p: Any, x: jax.Array, ratio: int, pending: jax.Array | None, rows: Rows, spans: Spans,
+    cfg: ModelConfig, numerics: Numerics,
+) -> tuple[jax.Array, jax.Array | None]:  # fmt: skip
+    """Latents [T, Hd] of x [T, D], each row's that of the group it ends, before rotation.
+
+    Also the pairs [T, 2, Hd] that later calls will find in `pending`; None where nothing is pooled.
+    """
+    if ratio == 1:
+        return latent(nx.linear_f32(x, p["wkv"], numerics), p, cfg, numerics), None
+    pair = raw_pair(p, x, numerics)
+    raw = pool(group_pairs(pair, pending, rows, spans, ratio))
+    return latent(raw, p, cfg, numerics), pair
+
+
 def entry_angle(tables: Tables, rows: Rows, ratio: int) -> Rotation:
     """Entries rotate at the first token of their group."""
     return rope.at(tables.yarn, rows.positions - (ratio - 1))

@@ -62,6 +62,15 @@ def context(params: Any, taps: jax.Array, cfg: ModelConfig, numerics: Numerics) 
     return nx.rms_norm(m, p["main_norm"], cfg.rms_norm_eps, numerics)
 
 
+def context_kv(
+    params: Any, m: jax.Array, angle: Rotation, layer: Any, cfg: ModelConfig, numerics: Numerics
+) -> jax.Array:
+    """What draft layer `layer` reads of rows with features m [T, D] (`context`): [T, Hd]."""
+    stack = params["draft"]["layers"]["attn"]
+    p = at_layer({name: stack[name] for name in ("wkv", "kv_norm")}, layer)
+    return attention.window_kv(p, m, angle, cfg, numerics)
+
+
 def store_context(
     params: Any, tables: Tables, hidden: Hidden, cache: Cache, cfg: ModelConfig, numerics: Numerics
 ) -> Cache:
@@ -74,11 +83,9 @@ def store_context(
     angle = rope.at(tables.base, rows.positions)
     spans = row_sets.spans_of(rows, cache.slots)
     codec = caches.window_codec(cfg, numerics)
-    stack = params["draft"]["layers"]["attn"]
 
     def one(data, layer):
-        p = at_layer({name: stack[name] for name in ("wkv", "kv_norm")}, layer)
-        k = attention.window_kv(p, m, angle, cfg, numerics)
+        k = context_kv(params, m, angle, layer, cfg, numerics)
         return attention.store_window(Ring(data, layer), k, rows, spans, codec), None
 
     layers = jnp.arange(cfg.num_nextn_predict_layers, dtype=jnp.int32)
@@ -223,6 +230,24 @@ def markov_bias(params: Any, previous: jax.Array, numerics: Numerics) -> tuple[j
     return nx.linear_f32(embedding, p["markov_head"], numerics), embedding
 
 
+def base_logits(params: Any, u: jax.Array, cfg: ModelConfig, numerics: Numerics) -> jax.Array:
+    """Logits [B * N, V] of the block outputs u [B * N, D], before the Markov head."""
+    normed = nx.rms_norm(u, params["draft"]["norm"], cfg.rms_norm_eps, numerics)
+    return head.logits(params, normed, numerics)
+
+
+def chained(
+    params: Any, u: jax.Array, base: jax.Array, previous: jax.Array, numerics: Numerics
+) -> tuple[jax.Array, jax.Array]:
+    """Logits [B, V] and raw confidence [B] of drafts that follow the tokens `previous` [B].
+
+    u [B, D]: block outputs; base [B, V]: `base_logits` of them.
+    """
+    bias, embedding = markov_bias(params, previous, numerics)
+    features = jnp.concatenate([u, embedding], axis=-1)
+    return base + bias, nx.linear_f32(features, params["draft"]["confidence"], numerics)[:, 0]
+
+
 def draft(
     params: Any, tables: Tables, cache: Cache, slots: jax.Array, positions: jax.Array,
     anchors: jax.Array, pick: Pick, cfg: ModelConfig, numerics: Numerics, size: int | None = None,
@@ -243,16 +268,13 @@ def draft(
     u, streams, routed = run_blocks(
         params, tables, cache.draft, codec, slots, positions, anchors, size, cfg, numerics
     )
-    p = params["draft"]
-    normed = nx.rms_norm(u, p["norm"], cfg.rms_norm_eps, numerics)
-    base = head.logits(params, normed, numerics).reshape(-1, size, cfg.vocab_size)
+    base = base_logits(params, u, cfg, numerics).reshape(-1, size, cfg.vocab_size)
     u = u.reshape(-1, size, cfg.hidden_size)
     previous, tokens, logits, confidence = anchors, [], [], []
     for k in range(size):
-        bias, embedding = markov_bias(params, previous, numerics)
-        logits.append(base[:, k] + bias)
-        features = jnp.concatenate([u[:, k], embedding], axis=-1)
-        confidence.append(nx.linear_f32(features, p["confidence"], numerics)[:, 0])
+        found, sure = chained(params, u[:, k], base[:, k], previous, numerics)
+        logits.append(found)
+        confidence.append(sure)
         previous = pick(logits[-1], positions + 1 + k)
         tokens.append(previous)
     return Draft(

@@ -289,9 +289,13 @@ def forward(
             s = step(call, rest, s)
         else:
             s = step(call, unit, s)
+    return Hidden(finished(params, s, cfg, numerics), s.taps, s.routed, call.rows), s.cache
+
+
+def finished(params: Any, s: Stream, cfg: ModelConfig, numerics: Numerics) -> jax.Array:
+    """The head's input [T, D]: the streams that leave the last block, collapsed and normed."""
     u = hyper.collapse(s.pre, s.x, numerics)
-    output = nx.rms_norm(u, params["norm"], cfg.rms_norm_eps, numerics)
-    return Hidden(output, s.taps, s.routed, call.rows), s.cache
+    return nx.rms_norm(u, params["norm"], cfg.rms_norm_eps, numerics)
 
 
 def _cross_boundary(call: Call, unit: Unit, s: Stream, replay: Replay) -> tuple[Call, Stream]:

@@ -16,12 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from deepinfer_jax import numerics as nx
 from deepinfer_jax import rows as row_sets
 from deepinfer_jax.cache import Codec
 from deepinfer_jax.config import ModelConfig
-from deepinfer_jax.model import attention, draft, forward, head, rope
-from deepinfer_jax.model.block import at_layer
+from deepinfer_jax.model import draft, forward, head, rope
 from deepinfer_jax.numerics import Numerics
 from deepinfer_jax.params import Params
 from deepinfer_jax.tables import Tables
@@ -101,14 +99,13 @@ def context_ring(
     """Context KV of whole sequences as floats [M, B, S, Hd], and the codec that reads it."""
     m = draft.context(params, taps, cfg, numerics)
     angle = rope.at(tables.base, positions)
-    stack = params["draft"]["layers"]["attn"]
     layers = [
-        attention.window_kv(at_layer(stack, layer), m, angle, cfg, numerics)
+        draft.context_kv(params, m, angle, layer, cfg, numerics)
         for layer in range(cfg.num_nextn_predict_layers)
     ]
     ring = jnp.stack(layers).astype(jnp.float32)
     ring = ring.reshape(ring.shape[0], batch, -1, cfg.head_dim)
-    return ring, Codec(cfg.head_dim, False, cfg.head_dim, None, None)
+    return ring, Codec.plain(cfg.head_dim)
 
 
 @jax.tree_util.register_dataclass
@@ -135,13 +132,9 @@ def heads(
     u, _, _ = draft.run_blocks(
         params, tables, ring, codec, slots, positions, before[:, 0], size, cfg, numerics
     )
-    p = params["draft"]
-    normed = nx.rms_norm(u, p["norm"], cfg.rms_norm_eps, numerics)
-    base = head.logits(params, normed, numerics)
-    bias, embedding = draft.markov_bias(params, before.reshape(-1), numerics)
-    features = jnp.concatenate([u, embedding], axis=-1)
-    confidence = nx.linear_f32(features, p["confidence"], numerics)[:, 0]
-    return Heads((base + bias).reshape(-1, size, cfg.vocab_size), confidence.reshape(-1, size))
+    base = draft.base_logits(params, u, cfg, numerics)
+    logits, confidence = draft.chained(params, u, base, before.reshape(-1), numerics)
+    return Heads(logits.reshape(-1, size, cfg.vocab_size), confidence.reshape(-1, size))
 
 
 def forced_tokens(tokens: jax.Array, anchors: Anchors, size: int, shift: int = 0) -> jax.Array:

@@ -16,10 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from deepinfer_jax import numerics as nx
 from deepinfer_jax import rows as row_sets
 from deepinfer_jax.config import ModelConfig
-from deepinfer_jax.model import attention, compress, forward, head, hyper, index, sequences
+from deepinfer_jax.model import attention, compress, forward, head, index, sequences
 from deepinfer_jax.model.block import Call, block_params
 from deepinfer_jax.model.program import ordinals
 from deepinfer_jax.numerics import Numerics
@@ -68,9 +67,7 @@ def batch_loss(
     real = jnp.count_nonzero(tokens != dataset.PAD, axis=1)
     rows = row_sets.batch_rows(tokens, real)
     seen, _ = forward.trace(params, tables, rows, None, cfg, numerics, length=length)
-    last = seen[-1][0]
-    u = hyper.collapse(last.pre, last.x, numerics)
-    output = nx.rms_norm(u, params["norm"], cfg.rms_norm_eps, numerics)
+    output = forward.finished(params, seen[-1][0], cfg, numerics)
     logits = head.logits(params, output, numerics).reshape(batch, length, -1)[:, :-1]
     nll = token_nll(logits, tokens[:, 1:])
     total = jnp.sum(nll * weights) / (jnp.sum(weights) + 1e-6)
@@ -137,13 +134,9 @@ def _entries(
     cfg, numerics, rows = call.cfg, call.numerics, call.rows
     source, pooled = int(ordinals(cfg).source[layer]), int(ordinals(cfg).pooled[layer])
     p: dict[str, Any] = {n: frozen.params["compressor"][n][source] for n in ("wkv", "norm")}
-    if ratio == 1:
-        raw = nx.linear_f32(x, p["wkv"], numerics)
-    else:
+    if ratio > 1:
         p["wgate"] = frozen.params["compressor"]["wgate"][pooled]
-        pair = compress.raw_pair(p, x, numerics)
-        raw = compress.pool(compress.group_pairs(pair, None, rows, call.spans, ratio))
-    lat = compress.latent(raw, p, cfg, numerics)
+    lat, _ = compress.latents(p, x, ratio, None, rows, call.spans, cfg, numerics)
     angle = compress.entry_angle(call.tables, rows, ratio)
     kv = compress.main_vector(lat, angle, numerics)
     own = {n: call.params["indexer"][n][source] for n in ("wk", "k_norm")}
