@@ -17,11 +17,12 @@ from hypothesis import strategies as st
 from deepinfer_jax import numerics as nx
 from deepinfer_jax import quant
 from deepinfer_jax.determinism.equality import bits
-from deepinfer_jax.numerics import Numerics, products
+from deepinfer_jax.numerics import Numerics, products, tiles
+from deepinfer_jax.numerics import settings as module
 
 DTYPES = ("float32", "bfloat16")
-# Rows of a call. Tiles are 8 rows below 128 and 32 from there on; XLA changes its mind at 1, 33,
-# 48, 63 and wherever rows x width passes 4096.
+# Rows of a call. Tiles of weights this small are 8 rows below 128 and 32 from there on; XLA changes
+# its mind at 1, 33, 48, 63 and wherever rows x width passes 4096.
 QUICK = (1, 2, 7, 8, 9, 17, 33, 40, 64, 65, 127, 129, 257)
 FEW = (1, 9, 65, 129)
 EDGES = (63, 64, 65, 127, 128, 129, 255, 256, 257)
@@ -180,9 +181,24 @@ def test_tiles_of_any_height_agree_for_large_weights(dtype, n, k):
     dot = jax.jit(nx.dot, static_argnums=2)
     want, heights = bits(dot(x, w, low)), set()
     for count in (1, 9, 17, 33, 60, 65, 100, 200, 300):
-        heights.add(products.tile_height(count, k, n * k, numerics))
+        heights.add(tiles.of_product(count, k, n * k, numerics))
         np.testing.assert_array_equal(bits(dot(x[:count], w, numerics)), want[:count])
     assert heights == set(numerics.tall_tiles)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("groups", "n", "k"), [(8, 512, 64), (128, 7, 320)])
+def test_tiles_of_any_height_agree_for_many_groups(dtype, groups, n, k):
+    """Large is what the groups are together: the product of each may be a small one."""
+    x, w = as_dtype(normal(1, 300, groups, k), dtype), as_dtype(normal(2, groups * n, k), dtype)
+    assert n * k < numerics_of(dtype).tall_from <= groups * n * k
+    product = jax.jit(nx.group_dot, static_argnums=2)
+    made = [
+        bits(product(x, w, dataclasses.replace(numerics_of(dtype), tall_tiles=(height,))))
+        for height in numerics_of(dtype).tall_tiles
+    ]
+    for other in made[1:]:
+        np.testing.assert_array_equal(other, made[0])
 
 
 # -- values ----------------------------------------------------------------------------------------
@@ -390,7 +406,7 @@ def test_gradients_are_those_of_plain_jnp(rows):
     [
         ("dtype", "float16"), ("rows", "tilde"), ("index_rounding", "never"), ("row_tile", 1),
         ("long_row_tile", 0), ("index_block", 0), ("long_rows", True), ("row_tile", 8.0),
-        ("tall_tiles", ()), ("tall_tiles", (1, 8)), ("tall_from", 0),
+        ("tall_tiles", ()), ("tall_tiles", (1, 8)), ("tall_from", 0), ("long_sum", 0),
     ],
 )  # fmt: skip
 def test_settings_that_promise_nothing_are_refused(field, value):
@@ -398,7 +414,7 @@ def test_settings_that_promise_nothing_are_refused(field, value):
         Numerics(**{field: value})
 
 
-def test_the_fingerprint_names_every_setting():
+def test_the_fingerprint_names_every_setting(monkeypatch):
     start = Numerics.native()
     other = {
         "dtype": "float32", "index_rounding": "reference", "rows": "batched", "tall_tiles": (8,),
@@ -411,3 +427,5 @@ def test_the_fingerprint_names_every_setting():
         found.add(dataclasses.replace(start, **{field.name: change}).fingerprint())
     assert len(found) == 1 + len(dataclasses.fields(Numerics))
     assert Numerics.native().fingerprint() == start.fingerprint()
+    monkeypatch.setattr(module, "FORM", module.FORM + 1)  # constants in code changed
+    assert start.fingerprint() not in found

@@ -3,7 +3,8 @@
 A row of any result is a function of that row's operands alone: never of the number of rows, their
 order, padding, neighbours, or of the program around it. On CPU that needs four rules:
 
-- a dot runs on tiles of a fixed number of rows (never on one row, never on all of them at once);
+- a dot runs on whole tiles of a few fixed heights, never on one row and never on whatever number
+  there is; where the number of rows chooses the height, the height decides no bit (`tiles`);
 - a row sum uses a reducer that the compiler does not recognise, in fixed lanes;
 - an inexact product that feeds an addition is pinned, so that it is never contracted to one fused
   multiply-add in one program and not in another;

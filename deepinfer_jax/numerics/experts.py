@@ -11,9 +11,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from deepinfer_jax.numerics import tiles
 from deepinfer_jax.numerics.elements import float_weight, round_to
 from deepinfer_jax.numerics.pallas import grouped as kernels
-from deepinfer_jax.numerics.pallas import schedule, stored
+from deepinfer_jax.numerics.pallas import stored
 from deepinfer_jax.numerics.products import contract, prepared
 from deepinfer_jax.numerics.settings import Numerics
 
@@ -50,8 +51,8 @@ def group_rows(ids: jax.Array, weight: Any, numerics: Numerics) -> Groups:
     neither how many rows its expert has nor which. No capacity, nothing is dropped.
     """
     m, experts = ids.shape[0], stored.shape(weight)[1]
-    tile = _tile_rows(m, experts, stored.packed(weight), numerics)
-    tiles = min(m, -(-m // tile) + min(experts, m))
+    tile = tiles.of_experts(m, experts, stored.packed(weight), numerics)
+    number = min(m, -(-m // tile) + min(experts, m))
     count = jnp.zeros((experts,), jnp.int32).at[ids].add(1, mode="drop")
     each = (count + tile - 1) // tile
     ends = jnp.cumsum(each, dtype=jnp.int32)
@@ -60,21 +61,13 @@ def group_rows(ids: jax.Array, weight: Any, numerics: Numerics) -> Groups:
     rank = jnp.arange(m, dtype=jnp.int32) - first[ids[order]]
     rank = jnp.zeros((m,), jnp.int32).at[order].set(rank)
     slot = (ends - each)[ids] * tile + rank
-    owner = jnp.searchsorted(ends, jnp.arange(tiles, dtype=jnp.int32), side="right")
+    owner = jnp.searchsorted(ends, jnp.arange(number, dtype=jnp.int32), side="right")
     real = ids < experts
-    place = jnp.where(real, slot, tiles * tile)
-    source = jnp.full((tiles * tile,), m, jnp.int32)
+    place = jnp.where(real, slot, number * tile)
+    source = jnp.full((number * tile,), m, jnp.int32)
     source = source.at[place].set(jnp.arange(m, dtype=jnp.int32), mode="drop")
     expert = jnp.minimum(owner, experts - 1).astype(jnp.int32)
     return Groups(slot, source, real, expert, ends[-1], tile)
-
-
-def _tile_rows(m: int, experts: int, packed: bool, numerics: Numerics) -> int:
-    if numerics.rows == "pallas":
-        return schedule.tile_rows(m, experts, packed)
-    if numerics.rows == "tiled":
-        return numerics.row_tile if m < 4 * numerics.long_rows else numerics.long_row_tile
-    return 128 if m >= 4096 else 16
 
 
 def spread(groups: Groups, x: jax.Array, copies: int = 1) -> jax.Array:

@@ -1,4 +1,4 @@
-"""Products of rows with weights: on tiles of a fixed number of rows, or in kernels."""
+"""Products of rows with weights: on whole tiles of a few fixed heights (`tiles`), or in kernels."""
 
 from __future__ import annotations
 
@@ -11,37 +11,21 @@ import jax.numpy as jnp
 from jax import lax
 
 from deepinfer_jax import quant
+from deepinfer_jax.numerics import tiles
 from deepinfer_jax.numerics.elements import float_weight, round_to
 from deepinfer_jax.numerics.pallas import products as kernels
 from deepinfer_jax.numerics.settings import Numerics
 
-_READ = 16  # rows that take as long as reading the weight
-_LONG_SUM = 64  # shorter sums have other bits in tall tiles
-
-
-def tile_height(count: int, k: int, elements: int, numerics: Numerics) -> int:
-    """Rows per tile of a product of `count` rows with a weight of `elements`, sums of k terms.
-
-    A tall tile reads the weight once for more rows. Which height is taken decides no bit where XLA
-    multiplies in blocks of K, as it does for large weights; of small ones only two heights are in
-    use. A tile costs about as much as its rows and _READ more.
-    """
-    if k < _LONG_SUM or elements < numerics.tall_from:
-        return numerics.row_tile if count < numerics.long_rows else numerics.long_row_tile
-    return min(
-        numerics.tall_tiles, key=lambda height: (-(-count // height) * (height + _READ), height)
-    )
-
 
 def _in_tiles(f: Callable, x: jax.Array, w: jax.Array, numerics: Numerics) -> jax.Array:
-    """Apply f: [tile, ...] -> [tile, ...] to any number of rows, always on whole tiles."""
+    """Apply f: [height, ...] -> [height, ...] to any number of rows, always on whole tiles."""
     count = x.shape[0]
-    tile = tile_height(count, w.shape[-1], w.size, numerics)
-    tiles = -(-count // tile)
-    padded = jnp.pad(x, [(0, tiles * tile - count)] + [(0, 0)] * (x.ndim - 1))
-    parts = padded.reshape(tiles, tile, *x.shape[1:])
-    y = f(parts[0])[None] if tiles == 1 else lax.map(f, parts)
-    return y.reshape(tiles * tile, *y.shape[2:])[:count]
+    height = tiles.of_product(count, w.shape[-1], w.size, numerics)
+    number = -(-count // height)
+    padded = jnp.pad(x, [(0, number * height - count)] + [(0, 0)] * (x.ndim - 1))
+    parts = padded.reshape(number, height, *x.shape[1:])
+    y = f(parts[0])[None] if number == 1 else lax.map(f, parts)
+    return y.reshape(number * height, *y.shape[2:])[:count]
 
 
 def precision(x: jax.Array) -> Any:

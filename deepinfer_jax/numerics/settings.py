@@ -8,6 +8,11 @@ from typing import Literal, get_args
 
 Form = Literal["tiled", "pallas", "batched", "dense"]
 
+# Part of every fingerprint. Raise it when a constant in code that fixes bits changes: the lanes of
+# `sums.row_sum`, the limbs of `sums.unit_sum`, the parts of K of `pallas.schedule`, where roundings
+# and pins stand. What a user may choose is a field of `Numerics` instead.
+FORM = 1
+
 
 def rows_for(backend: str) -> Form:
     """The invariant form of a back end, named as `jax.default_backend()` names it.
@@ -36,7 +41,8 @@ class Numerics:
                           "batched": plain XLA, no promise; "dense": the same, for calls without a
                           cache whose rows are sequences of equal length
     row_tile              rows per dot below `long_rows` rows, and `long_row_tile` from there on
-    tall_tiles            heights to choose from for weights of `tall_from` elements and more
+    tall_tiles            heights to choose from (`tiles.of_product`) for weights of `tall_from`
+                          elements and more with sums of `long_sum` terms and more
     index_block           index keys scored at once
     interpret             run "pallas" in an interpreter: slow, for tests without a GPU
     """
@@ -51,6 +57,7 @@ class Numerics:
     long_rows: int = 128
     tall_tiles: tuple[int, ...] = (8, 16, 32, 64, 128, 256)
     tall_from: int = 1 << 18
+    long_sum: int = 64
     index_block: int = 512
     interpret: bool = False
 
@@ -68,6 +75,7 @@ class Numerics:
         # A tile of one row would take another path through the compiler than two.
         least = {
             "row_tile": 2, "long_row_tile": 2, "long_rows": 1, "index_block": 1, "tall_from": 1,
+            "long_sum": 1,
         }  # fmt: skip
         for name, low in least.items():
             value = getattr(self, name)
@@ -97,5 +105,9 @@ class Numerics:
         return cls(dtype="float32", quantize_activations=False, quantize_kv=True, rows=rows)
 
     def fingerprint(self) -> str:
-        """Twelve hex digits naming these settings; equal settings on one chip give equal bits."""
-        return hashlib.sha256(repr(dataclasses.astuple(self)).encode()).hexdigest()[:12]
+        """Twelve hex digits naming these settings and `FORM`, the constants in code.
+
+        Equal ones on one chip, with one build of jaxlib, give equal bits.
+        """
+        named = (FORM, *dataclasses.astuple(self))
+        return hashlib.sha256(repr(named).encode()).hexdigest()[:12]
