@@ -103,7 +103,7 @@ def test_profile_adds_to_what_is_known(capsys, monkeypatch, tmp_path):
 def test_profile_refuses_before_it_measures(capsys, monkeypatch, tmp_path):
     asked = measured(monkeypatch)
     (tmp_path / "file").write_text("x")
-    for out, message in (("file/times.json", ""), ("file", "is no cost table")):
+    for out, message in (("file/times.json", "File exists"), ("file", "is no cost table")):
         assert cli.main(["profile", *FOLDER, "--out", str(tmp_path / out)]) == 2
         assert message in capsys.readouterr().err
     foreign = tmp_path / "foreign.json"

@@ -226,7 +226,3 @@ def test_harmless_settings_are_let_through():
     assert not startup.refusals(
         Numerics.native(rows=rows_for("gpu")), startup.Surroundings("gpu", "")
     )
-
-
-def test_nx_has_the_public_names():
-    assert set(nx.__all__) <= set(dir(nx))

@@ -116,22 +116,27 @@ def test_drafts_are_accepted_and_counted():
     assert made == plain()
     spent = [result.timing for result in made]
     assert sum(timing.accepted for timing in spent) > 10
-    for timing, result in zip(spent, made, strict=True):
-        assert timing.accepted <= timing.verified
-        # A reply may end with a draft; else every pass adds the model's own token to its drafts.
-        assert 0 <= 1 + timing.rounds + timing.accepted - len(result.tokens) <= 1
+    for result in made:
+        check_counts(result)
+
+
+def check_counts(result: di.Result):
+    """Of the passes and drafts that made this reply, no other: a token more or less is seen."""
+    timing = result.timing
+    assert timing.accepted <= timing.verified
+    # A reply may end with a draft; else every pass adds the model's own token to its drafts.
+    assert 0 <= 1 + timing.rounds + timing.accepted - len(result.tokens) <= 1
 
 
 def test_a_stop_string_leaves_nothing_uncounted():
-    """Rounds that ran on behind a stop string are in no count."""
+    """Rounds that ran on behind a stop string, in the same look of the host, are in no count."""
     asked = [{**prompt, "stop": [plain()[n].pieces[1]]} for n, prompt in enumerate(prompts())
              if plain()[n].pieces[1]]  # fmt: skip
     policy = Drawn(((SIZE,) * SLOTS,))
     made = di.generate(tiny_model.model(), asked, seed=8, batch_size=SLOTS, speculative=policy)
     assert {result.finish_reason for result in made} >= {"stop"}
     for result in made:
-        assert result.timing.rounds <= len(result.tokens) - 1
-        assert result.timing.accepted <= len(result.tokens) - 1
+        check_counts(result)
 
 
 @pytest.mark.exhaustive

@@ -58,5 +58,17 @@ def test_a_second_program_is_read_back_and_the_settings_return(hits):
     assert not Path(folder).exists()
 
 
-def test_fresh_programs_share_nothing():
-    assert feeding.compiled() is not feeding.compiled()
+def test_fresh_programs_share_nothing(monkeypatch):
+    """Each is traced anew; of one function jitted twice JAX would keep the first program."""
+    traced = []
+
+    def observe(params, *_):
+        traced.append(params)
+        return params
+
+    monkeypatch.setattr(feeding, "observe", observe)
+    for _ in range(2):
+        program = feeding.compiled()
+        for _ in range(2):
+            program(np.float32(1), *[None] * 6, cfg=None, numerics=None, replay=None)
+    assert len(traced) == 2
