@@ -31,7 +31,7 @@ class Cache:
     pages    [B, G] int32: the page of tokens gE .. gE+E-1 of a slot; -1: none, nothing is kept
     pending  [pooled sources, B, P, 2, Hd] float32: (projection, gate) of recent tokens, ring
     history  [B, Q] int32: compressed token ids of recent tokens (-1 inside an image), ring
-    lengths  [B] int32: committed tokens; set by the transitions in `steps`, never by the model
+    lengths  [B] int32: committed tokens; set by transitions (`steps`, `rounds`), never by the model
     """
 
     window: jax.Array
@@ -178,12 +178,6 @@ def init_cache(
     cache = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
     own = jnp.arange(slots, dtype=jnp.int32)[:, None]  # without paging: one page each
     return dataclasses.replace(cache, pages=own if paging is None else cache.pages - 1)
-
-
-def entry_bytes_per_token(cfg: ModelConfig) -> float:
-    """Global KV bytes per token in packed form (released: 890, docs/model.md 10)."""
-    each = quant.main_bytes(cfg.head_dim) + quant.index_bytes(cfg.index_head_dim)
-    return sum(len(cfg.kv_sources(m)) * each / m for m in cfg.ratios)
 
 
 def ring_targets(rows: Rows, spans: Spans, ring: int) -> tuple[jax.Array, jax.Array]:

@@ -30,7 +30,9 @@ DECODED_LIMIT = 1 << 30
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Model:
-    """What `load` returns. The parts are plain values: hand them to the functions of `steps`.
+    """What `load` returns: plain values, the arguments of the pure functions.
+
+    `generate` and `stream` take it whole; `forward`, `steps`, `rounds` and `rl` take its parts.
 
     Attributes:
       name: what it was loaded as.
@@ -53,7 +55,7 @@ class Model:
     @property
     def max_length(self) -> int:
         """Most tokens of a sequence, prompt and reply together."""
-        return self.tables.base.cos.shape[0]
+        return self.tables.positions
 
 
 def load(

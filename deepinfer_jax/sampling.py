@@ -189,7 +189,8 @@ def logprob(logits: Array, token: Array, norm: Array | None = None) -> jax.Array
     """Log-probability of `token` [...] under `logits` [..., V], in float32.
 
     Gather, cast, minus logsumexp: the three steps a trainer takes, in its order (log(softmax)
-    changes the last bit of about 3 % of the entries). The only log-prob formula of the package.
+    changes the last bit of about 3 % of the entries). Every log-probability of a
+    token that `sample`, `judge` and the scorer return comes from here; losses of `training` do not.
     `norm` [...] is the log-sum-exp where the caller has it already.
     """
     picked = jnp.take_along_axis(logits, token[..., None], axis=-1)[..., 0]

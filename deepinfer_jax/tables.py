@@ -41,6 +41,11 @@ class Tables:
     yarn: Rotation
     token_map: jax.Array
 
+    @property
+    def positions(self) -> int:
+        """Number of positions they hold: no sequence may be longer."""
+        return self.base.cos.shape[0]
+
 
 def _from_bits(text: str) -> np.ndarray:
     return np.array([int(word, 16) for word in text.split()], np.uint32).view(np.float32)

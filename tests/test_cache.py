@@ -29,7 +29,6 @@ FP32, NATIVE = Numerics.fp32(), Numerics.native()
 def test_released_sizes():
     """The sizes of docs/model.md 10."""
     cfg = ModelConfig.from_json(resources.config_file("deepseek-v4.1-flash"))
-    assert caches.entry_bytes_per_token(cfg) == 890
     cache = caches.cache_shapes(cfg, NATIVE, 3, 1 << 20)
     assert cache.window.shape == (40, 3, 134, 528)
     assert cache.draft.shape == (3, 3, 134, 528)

@@ -131,7 +131,7 @@ def _check_positions(
     A cache is asked for its entries, which round the capacity up; one without global KV tells no
     capacity. Draft rows may stand beyond the end, where nothing is accepted any more.
     """
-    known = tables.base.cos.shape[0]
+    known = tables.positions
     if cache is None:
         most = rows.slots.shape[0] if length is None else length
         if most > known:

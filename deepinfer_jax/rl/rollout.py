@@ -104,7 +104,7 @@ def _check(
 ) -> None:  # fmt: skip
     if new < 1:
         raise ValueError(f"new (most tokens of a reply) must be at least 1, got {new}")
-    known = tables.base.cos.shape[0]
+    known = tables.positions
     if longest > known:
         raise ValueError(
             f"prompts and replies reach {longest} tokens, the tables have {known} positions: cut "

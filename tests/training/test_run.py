@@ -26,7 +26,7 @@ def test_clock_goes_by_steps_or_by_time():
 def test_presets_fit_the_shipped_tokenizer(preset):
     cfg, table = run.load_preset(preset)
     assert cfg.vocab_size == dataset.load_tokenizer().get_vocab_size(with_added_tokens=True)
-    assert table.base.cos.shape[0] == dataset.CONTEXT
+    assert table.positions == dataset.CONTEXT
 
 
 def test_a_stream_repeats_and_ends_with_a_reason(tmp_path):

@@ -1,4 +1,7 @@
-"""Products of rows with a stored weight: alone, group by group, or expert by expert."""
+"""Products of rows with a weight, plain or stored: alone, or group by group.
+
+Those with the weights of experts are in `grouped`.
+"""
 
 from __future__ import annotations
 
