@@ -9,6 +9,7 @@ import argparse
 import io
 import os
 import sys
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from deepinfer_jax.cli.compiled import use_compilation_cache
 from deepinfer_jax.cli.device import require_device
 from deepinfer_jax.cli.progress import Progress
+from deepinfer_jax.cli.records import KINDS
 from deepinfer_jax.cli.refusal import Refused
 from deepinfer_jax.cli.speculation import add_option, check_option, policy_of
 
@@ -26,12 +28,13 @@ if TYPE_CHECKING:
     from deepinfer_jax.planning.policies import Policy
     from deepinfer_jax.requests import Options, Request
 
-_DESCRIPTION = """\
-Generate replies. One PROMPT streams to the terminal. Several prompts, or a file of them, give one
-JSON object per reply (id, index, model, prompt, options, text, finish_reason, prompt_tokens,
-tokens, logprobs, logprobs_processed, kept_mass, seed, numerics, timing), written as each reply
-finishes: to --out, or to the terminal.
-
+_REPLIES = textwrap.fill(
+    "Generate replies. One PROMPT streams to the terminal. Several prompts, or a file of them, "
+    f"give one JSON object per reply ({', '.join(KINDS)}), written as each reply finishes: to "
+    "--out, or to the terminal.",
+    width=99,
+)
+_PROMPTS = """\
 A prompt file has one JSON object per line: {"prompt": TEXT}, {"messages": [...]} or
 {"tokens": [...]}, and optionally "id", "tools", "schema" and any option of the reply below as
 "max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids",
@@ -49,7 +52,7 @@ def add_command(commands: Any) -> None:
     parser = commands.add_parser(
         "generate",
         help="replies to prompts",
-        description=_DESCRIPTION,
+        description=f"{_REPLIES}\n\n{_PROMPTS}",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -16,7 +16,7 @@ from deepinfer_jax.cli.refusal import Refused
 if TYPE_CHECKING:
     from deepinfer_jax.requests import Request, Result
 
-_KINDS: Mapping[str, Any] = {  # the keys of a line, in order, and what stands there
+KINDS: Mapping[str, Any] = {  # the keys of a line, in order, and what stands there
     "id": str | int,
     "index": int,
     "model": str,
@@ -66,24 +66,13 @@ def _json(value: Mapping[str, Any], escaped: bool = False) -> str:
 
 
 def record(result: Result, index: int, asked: Mapping[str, Any]) -> dict[str, Any]:
-    """A result as it stands on a line; `index` is its place among the prompts."""
-    return {
-        "id": result.id,
+    """A result as it stands on a line, by `KINDS`; `index` is its place among the prompts."""
+    beside = {
         "index": index,
-        "model": asked["model"],
-        "prompt": asked["prompt"],
-        "options": asked["options"],
-        "text": result.text,
-        "finish_reason": result.finish_reason,
-        "prompt_tokens": result.prompt_tokens,
-        "tokens": result.tokens,
-        "logprobs": result.logprobs,
-        "logprobs_processed": result.logprobs_processed,
-        "kept_mass": result.kept_mass,
-        "seed": result.seed,
-        "numerics": result.numerics,
+        **{name: asked[name] for name in ("model", "prompt", "options")},
         "timing": dataclasses.asdict(result.timing),
     }
+    return {key: beside[key] if key in beside else getattr(result, key) for key in KINDS}
 
 
 class Lines:
@@ -221,7 +210,7 @@ def _finished(place: str, line: bytes, wanted: Mapping[str, Mapping[str, Any]]) 
     except (ValueError, RecursionError):
         value = None
     if not isinstance(value, Mapping) or not all(
-        isinstance(value.get(key), kind) for key, kind in _KINDS.items()
+        isinstance(value.get(key), kind) for key, kind in KINDS.items()
     ):
         raise Refused(f"{place} is not a result: give another file with --out")
     name = str(value["id"])
