@@ -186,6 +186,14 @@ def test_tiles_of_any_height_agree_for_large_weights(dtype, n, k):
     assert heights == set(numerics.tall_tiles)
 
 
+def test_an_odd_sum_is_not_multiplied_in_tall_tiles():
+    """256 rows in one tile gave other bits in column 4032 than eight rows."""
+    x, w = normal(1, 256, 65), normal(2, 4033, 65)
+    numerics = Numerics.fp32()
+    dot = jax.jit(nx.dot, static_argnums=2)
+    np.testing.assert_array_equal(bits(dot(x, w, numerics))[:8], bits(dot(x[:8], w, numerics)))
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("groups", "n", "k"), [(8, 512, 64), (128, 7, 320)])
 def test_tiles_of_any_height_agree_for_many_groups(dtype, groups, n, k):
@@ -407,6 +415,7 @@ def test_gradients_are_those_of_plain_jnp(rows):
         ("dtype", "float16"), ("rows", "tilde"), ("index_rounding", "never"), ("row_tile", 1),
         ("long_row_tile", 0), ("index_block", 0), ("long_rows", True), ("row_tile", 8.0),
         ("tall_tiles", ()), ("tall_tiles", (1, 8)), ("tall_from", 0), ("long_sum", 0),
+        ("sum_block", 0),
     ],
 )  # fmt: skip
 def test_settings_that_promise_nothing_are_refused(field, value):

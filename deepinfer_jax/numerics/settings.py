@@ -42,7 +42,8 @@ class Numerics:
                           cache whose rows are sequences of equal length
     row_tile              rows per dot below `long_rows` rows, and `long_row_tile` from there on
     tall_tiles            heights to choose from (`tiles.of_product`) for weights of `tall_from`
-                          elements and more with sums of `long_sum` terms and more
+                          elements and more with sums of `long_sum` terms and more, in whole
+                          blocks of `sum_block`
     index_block           index keys scored at once
     interpret             run "pallas" in an interpreter: slow, for tests without a GPU
     """
@@ -58,6 +59,7 @@ class Numerics:
     tall_tiles: tuple[int, ...] = (8, 16, 32, 64, 128, 256)
     tall_from: int = 1 << 18
     long_sum: int = 64
+    sum_block: int = 8
     index_block: int = 512
     interpret: bool = False
 
@@ -75,7 +77,7 @@ class Numerics:
         # A tile of one row would take another path through the compiler than two.
         least = {
             "row_tile": 2, "long_row_tile": 2, "long_rows": 1, "index_block": 1, "tall_from": 1,
-            "long_sum": 1,
+            "long_sum": 1, "sum_block": 1,
         }  # fmt: skip
         for name, low in least.items():
             value = getattr(self, name)

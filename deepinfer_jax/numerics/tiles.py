@@ -3,11 +3,12 @@
 A tile is always whole, filled up with zeros, and never one row. Its height is one of a few that are
 fixed in `Numerics`; which of them is taken depends on the number of rows, so it may decide no bit:
 
-- for weights of `tall_from` elements and more, with sums of `long_sum` terms and more, it decides
-  none, since XLA:CPU multiplies in blocks of K there (tests/test_numerics.py:
-  test_tiles_of_any_height_agree_for_large_weights);
-- of smaller products other heights have other bits, so only two are in use, `row_tile` and
-  `long_row_tile`, which agree (test_short_and_long_tiles_agree).
+- for weights of `tall_from` elements and more, with sums of `long_sum` terms and more in whole
+  blocks of `sum_block`, it decides none, since XLA:CPU multiplies in blocks of K there
+  (tests/test_numerics.py: test_tiles_of_any_height_agree_for_large_weights);
+- of other products tall tiles have other bits (of odd sums in the last of many columns), so only
+  two heights are in use, `row_tile` and `long_row_tile`, which agree
+  (test_short_and_long_tiles_agree).
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ def of_product(count: int, k: int, elements: int, numerics: Numerics) -> int:
 
     A tall tile reads the weight once for more rows: the cheapest of `tall_tiles` where all agree.
     """
-    if k < numerics.long_sum or elements < numerics.tall_from:
+    tall = k >= numerics.long_sum and k % numerics.sum_block == 0
+    if not tall or elements < numerics.tall_from:
         return numerics.row_tile if count < numerics.long_rows else numerics.long_row_tile
     return min(
         numerics.tall_tiles, key=lambda height: (-(-count // height) * (height + _READ), height)
