@@ -12,6 +12,8 @@ import hypothesis
 import jax
 import pytest
 
+from tests.golden import reader
+
 # --- numerics switches -------------------------------------------------------------------------
 # An unwanted float64 or a silently broadcast axis is an error, not a surprise three files later.
 jax.config.update("jax_numpy_dtype_promotion", "strict")
@@ -32,7 +34,6 @@ for _name, _fixed in (("fixed", True), ("explore", False)):
     )
 hypothesis.settings.load_profile("fixed")
 
-RECORDED = Path(__file__).parent / "golden"
 _CACHE = pytest.StashKey[str]()
 
 
@@ -86,12 +87,12 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture(scope="session")
 def recorded(golden_root: Path) -> Callable[[str], Any]:
-    """Reads a JSON file of recorded vectors, "folder/name.json"; skips where there is none."""
+    """Reads a JSON file of recorded vectors, "folder/name.json"."""
 
     def load(name: str) -> Any:
         path = golden_root / name
         if not path.is_file():
-            pytest.skip(f"{golden_root} has no {name}")
+            reader.missing(golden_root, name)
         return json.loads(path.read_text("utf-8"))
 
     return load
@@ -102,7 +103,7 @@ def golden_root(pytestconfig: pytest.Config) -> Path:
     """Folder of recorded vectors: tests/golden, or the folder given with --golden-dir."""
     given = pytestconfig.getoption("--golden-dir")
     if given is None:
-        return RECORDED
+        return reader.HERE
     folder = Path(given)
     if not folder.is_dir():
         raise pytest.UsageError(f"--golden-dir {given}: no such folder")

@@ -132,7 +132,7 @@ def test_equal_parameters_give_equal_files(
 def test_recorded_models_load(golden_root: Path, tmp_path: Path) -> None:
     folders = reader.folders(golden_root)
     if not folders:
-        pytest.skip(f"no model folder in {golden_root}")
+        reader.missing(golden_root, "model folder")
     for recorded in folders:
         path = recorded.unpacked_model(tmp_path)
         cfg = ModelConfig.from_json(path)

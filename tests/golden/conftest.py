@@ -8,7 +8,6 @@ import pytest
 
 from tests.golden import reader
 
-HERE = Path(__file__).parent
 # Recorded twice in substance: the default run takes the richer folder of each mode, and
 # `forward` of `mini` in the mode that has no other test of it.
 MORE = {
@@ -21,12 +20,12 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "folder" not in metafunc.fixturenames:
         return
     given = metafunc.config.getoption("--golden-dir")
-    found = reader.folders(Path(given) if given else HERE)
+    found = reader.folders(Path(given) if given else reader.HERE)
     wanted = getattr(metafunc.module, "MODE", None)
     pairs = [(f, m) for f in found for m in f.modes if wanted in (None, m)]
     ids = [f"{f.name}-{m}" for f, m in pairs]
     if not pairs:
-        reason = f"no folder with a golden_{wanted or '*'}.safetensors under {given or HERE}"
+        reason = f"no folder with a golden_{wanted or '*'}.safetensors under {given or reader.HERE}"
         pairs = [pytest.param(None, None, marks=pytest.mark.skip(reason=reason))]
         ids = ["none"]
     elif not given:

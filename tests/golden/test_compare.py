@@ -14,7 +14,17 @@ import pytest
 from tests.golden import compare, reader
 from tests.golden.reader import Arrays, Folder
 
-MICRO = Folder(Path(__file__).parent / "micro-bf16")
+MICRO = Folder(reader.HERE / "micro-bf16")
+
+
+def test_every_recorded_model_is_here() -> None:
+    """The other tests of this folder run on the models that they find."""
+    assert {folder.name: folder.modes for folder in reader.folders(reader.HERE)} == {
+        "micro-bf16": ("fp32", "fp32_kvq", "native"),
+        "micro-fp8fp4": ("fp32", "native"),
+        "micro-vl": ("fp32", "native"),
+        "mini": ("fp32", "fp32_kvq", "native"),
+    }
 
 
 @pytest.fixture

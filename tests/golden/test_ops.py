@@ -34,7 +34,7 @@ FP32, NATIVE = Numerics.fp32(), Numerics.native()
 def ops(golden_root: Path) -> Arrays:
     path = reader.find(golden_root / "ops", "ops.safetensors")
     if path is None:
-        pytest.skip(f"no ops/ops.safetensors in {golden_root}")
+        reader.missing(golden_root, "ops/ops.safetensors")
     return reader.read(path)
 
 

@@ -16,7 +16,11 @@ REPOSITORY_GOLDENS = Path(__file__).resolve().parent.parent / "golden"
 
 
 def golden_folder(name: str, file: str) -> Path:
-    """The folder of golden data that has `file` (or `file`.xz); skips the test when none has."""
+    """The folder of golden data that has `file` (or `file`.xz).
+
+    What neither this repository nor $GOLDEN_DIR has skips a test; without $GOLDEN_DIR it fails, so
+    that nothing vanishes unnoticed.
+    """
     places = [REPOSITORY_GOLDENS]
     if "GOLDEN_DIR" in os.environ:
         places.append(Path(os.environ["GOLDEN_DIR"]))
@@ -24,7 +28,10 @@ def golden_folder(name: str, file: str) -> Path:
         folder = place / name
         if (folder / file).exists() or (folder / f"{file}.xz").exists():
             return folder
-    pytest.skip(f"{name}/{file} is not in {', '.join(map(str, places))}; set GOLDEN_DIR")
+    reason = f"{name}/{file} is not in {', '.join(map(str, places))}"
+    if len(places) == 1:
+        pytest.fail(f"{reason}; put it back, or set GOLDEN_DIR")
+    pytest.skip(reason)
 
 
 @dataclass(frozen=True)
