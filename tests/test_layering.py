@@ -188,7 +188,8 @@ def test_relative_imports_are_resolved_from_packages_too():
 
 
 def test_an_import_with_the_data_flow_passes():
-    modules = [planted("import os\nfrom deepinfer_jax.config import ModelConfig"), planted("", "config")]
+    text = "import os\nfrom deepinfer_jax.config import ModelConfig"
+    modules = [planted(text), planted("", "config")]
     assert list(layering.wrong_imports(modules)) == []
 
 
