@@ -26,7 +26,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from environment import machine, versions, write_result
+from environment import machine, write_result
 from speculation import prompts
 
 import deepinfer_jax as di
@@ -191,14 +191,11 @@ def main() -> None:
             row[name] = 1 - (1 + row["coupled"][key]) / (1 + row["rejection"][key])
         found.append(row)
         print(row, flush=True)
-    print(write_result("acceptance", given.machine, {
-        "question": __doc__.splitlines()[0],
-        "machine": start,
-        "versions": versions(),
-        "config": {"name": "spark-tiny", "numerics": model.numerics.fingerprint(),
-                   "count": given.count},
-        "results": found,
-    }, given.out))  # fmt: skip
+    print(write_result(
+        "acceptance", given.machine, __doc__,
+        {"name": "spark-tiny", "numerics": model.numerics.fingerprint(), "count": given.count},
+        {"results": found}, given.out, start,
+    ))  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from environment import machine, versions, write_result
+from environment import write_result
 
 from deepinfer_jax import axes, checkpoint, params, resources
 from deepinfer_jax.config import ModelConfig
@@ -198,16 +198,12 @@ def report(given: argparse.Namespace) -> None:
         runs = measure(folder, given.platform, given.repeats)
     results = {name: summary(each, given.platform) for name, each in runs.items()}
     results["write"] = written
-    data = {
-        "question": __doc__.splitlines()[0],
-        "machine": machine(),
-        "versions": versions(),
-        "config": {"name": "random 12-layer model", "sha256": digest, "shards": shards},
-        "compile_s": 0.0,
-        "samples": {name: [run["s"] for run in each] for name, each in runs.items()},
-        "results": results,
-    }
-    write_result("checkpoint_load", given.machine, data)
+    write_result(
+        "checkpoint_load", given.machine, __doc__,
+        {"name": "random 12-layer model", "sha256": digest, "shards": shards},
+        {"samples": {name: [run["s"] for run in each] for name, each in runs.items()},
+         "results": results},
+    )  # fmt: skip
     print(f"{shards} shards; writing: {written['s']:.2f} s")
     print(
         f"{'load':14}{'s':>8}{'cpu s':>8}{'GB/s':>8}{'result MB':>12}{'peak MB':>10}{'over MB':>10}"

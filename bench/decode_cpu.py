@@ -25,7 +25,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from environment import machine, versions, write_result
+from environment import machine, write_result
 
 import deepinfer_jax as di
 from deepinfer_jax import info, loading, quant
@@ -168,22 +168,20 @@ def main() -> None:
     runs = {b: decode(model, b, given.prompt_tokens, given.repeats) for b in given.batches}
     results = {f"batch_{b}": answer(model.cfg, b, run, speed) for b, run in runs.items()}
     config = loading.find_folder(given.model) / "config.json"
-    data = {
-        "question": __doc__.splitlines()[0],
-        "machine": machine(),
-        "versions": versions(),
-        "config": {
-            "name": Path(given.model).name,
-            "sha256": hashlib.sha256(config.read_bytes()).hexdigest(),
-            "numerics": dataclasses.asdict(model.numerics),
-            "prompt_tokens": given.prompt_tokens,
-        },
+    settings = {
+        "name": Path(given.model).name,
+        "sha256": hashlib.sha256(config.read_bytes()).hexdigest(),
+        "numerics": dataclasses.asdict(model.numerics),
+        "prompt_tokens": given.prompt_tokens,
+    }
+    found = {
         "compile_s": {f"batch_{b}": run["compile_s"] for b, run in runs.items()},
         "samples": {f"batch_{b}": run["samples"] for b, run in runs.items()},
         "results": {"bandwidth_bytes_per_s": speed, **results},
     }
-    write_result("decode_cpu", given.machine, data)
-    print_table(data["machine"], speed, results)
+    where = machine()
+    write_result("decode_cpu", given.machine, __doc__, settings, found, where=where)
+    print_table(where, speed, results)
 
 
 def print_table(where: dict[str, Any], speed: dict[str, float], results: dict[str, dict]) -> None:

@@ -25,7 +25,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from environment import machine, versions, write_result
+from environment import machine, write_result
 from layer import EXPERT, PRODUCTS
 
 import deepinfer_jax as di
@@ -196,19 +196,17 @@ def main() -> None:
         samples[name] = seconds
         print(name, {k: round(v, 3) for k, v in compared(seconds).items()}, flush=True)
     rows = products(given.rows, given.repeats)
-    path = write_result("determinism", given.machine, {
-        "question": __doc__.splitlines()[0],
-        "machine": start,
-        "versions": versions(),
-        "config": {"name": given.model, "numerics": dataclasses.asdict(model.numerics),
-                   "forms": forms(), "loops": given.loops},
-        "samples": samples,
-        "results": {
-            "programs": {name: compared(seconds) for name, seconds in samples.items()},
-            "products": rows,
-            "layer": layer_sums(rows),
-        },
-    }, given.out)  # fmt: skip
+    settings = {
+        "name": Path(given.model).name, "numerics": dataclasses.asdict(model.numerics),
+        "forms": forms(), "loops": given.loops,
+    }  # fmt: skip
+    results = {
+        "programs": {name: compared(seconds) for name, seconds in samples.items()},
+        "products": rows,
+        "layer": layer_sums(rows),
+    }
+    found = {"samples": samples, "results": results}
+    path = write_result("determinism", given.machine, __doc__, settings, found, given.out, start)
     for row in layer_sums(rows):
         print(f"layer, {row['storage']:9}{row['rows']:6} rows: {row['ratio']:.2f}")
     print(path)

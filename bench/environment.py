@@ -44,8 +44,24 @@ def versions() -> dict[str, str]:
     }
 
 
-def write_result(name: str, label: str, data: dict[str, Any], folder: Path | None = None) -> Path:
-    """Write `data` to NAME-LABEL.json in bench/results or in `folder`; returns the path."""
+def write_result(
+    name: str, label: str, about: str | None, config: dict[str, Any], found: dict[str, Any],
+    folder: Path | None = None, where: dict[str, Any] | None = None,
+) -> Path:  # fmt: skip
+    """Write a result to NAME-LABEL.json in bench/results or in `folder`; returns the path.
+
+    about: the script's docstring, whose first line is the question.
+    config: the model, its numerics, and the sizes of this run.
+    found: samples and answers, as the script arranges them.
+    where: `machine()` before the run, whose load is of interest; default: now.
+    """
+    data = {
+        "question": (about or "").partition("\n")[0],
+        "machine": where or machine(),
+        "versions": versions(),
+        "config": config,
+        **found,
+    }
     target = (folder or ROOT / "bench" / "results") / f"{name}-{label}.json"
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")

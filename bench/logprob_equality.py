@@ -19,7 +19,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from environment import machine, versions, write_result
+from environment import write_result
 
 import deepinfer_jax as di
 from deepinfer_jax import rl
@@ -139,19 +139,14 @@ def main() -> int:
         "rounds_with_drafts": rounds,
         "rounds_without": given.new - 1,
     }
-    path = write_result("logprob_equality", given.machine, {
-        "question": __doc__.splitlines()[0],
-        "machine": machine(),
-        "versions": versions(),
-        "config": {
-            "name": given.model,
-            "numerics": dataclasses.asdict(model.numerics),
-            "fingerprint": model.numerics.fingerprint(),
-            "prompts": count, "longest_prompt": longest, "new": given.new,
-        },
-        "samples": spent,
-        "results": results,
-    }, given.out)  # fmt: skip
+    settings = {
+        "name": Path(given.model).name,
+        "numerics": dataclasses.asdict(model.numerics),
+        "fingerprint": model.numerics.fingerprint(),
+        "prompts": count, "longest_prompt": longest, "new": given.new,
+    }  # fmt: skip
+    found = {"samples": spent, "results": results}
+    path = write_result("logprob_equality", given.machine, __doc__, settings, found, given.out)
     for name, number in tally.compared.items():
         print(f"{name:45}{number:>9} compared{tally.differing[name]:>7} differing")
     print(path)

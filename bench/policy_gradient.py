@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from environment import machine, versions, write_result
+from environment import write_result
 
 import deepinfer_jax as di
 from deepinfer_jax import params as parameters
@@ -106,21 +106,19 @@ def main() -> int:
             "kl": float(seen.kl), "s": time.perf_counter() - start,
         })  # fmt: skip
         print(step, {name: round(value, 6) for name, value in log[-1].items()}, flush=True)
-    path = write_result("policy_gradient", given.machine, {
-        "question": __doc__.splitlines()[0],
-        "machine": machine(),
-        "versions": versions(),
-        "config": {"name": "spark-tiny", "numerics": dataclasses.asdict(model.numerics),
-                   **{n: getattr(given, n) for n in ("steps", "groups", "members", "new", "rate")}},
-        "samples": log,
-        "results": {
-            "largest_raw_difference": max(each["raw_difference"] for each in log),
-            "largest_processed_difference": max(each["processed_difference"] for each in log),
-            "largest_kl": max(each["kl"] for each in log),
-            "rewards": [each["reward"] for each in log],
-            "tokens": sum(each["tokens"] for each in log),
-        },
-    }, given.out)  # fmt: skip
+    settings = {
+        "name": "spark-tiny", "numerics": dataclasses.asdict(model.numerics),
+        **{name: getattr(given, name) for name in ("steps", "groups", "members", "new", "rate")},
+    }  # fmt: skip
+    results = {
+        "largest_raw_difference": max(each["raw_difference"] for each in log),
+        "largest_processed_difference": max(each["processed_difference"] for each in log),
+        "largest_kl": max(each["kl"] for each in log),
+        "rewards": [each["reward"] for each in log],
+        "tokens": sum(each["tokens"] for each in log),
+    }
+    found = {"samples": log, "results": results}
+    path = write_result("policy_gradient", given.machine, __doc__, settings, found, given.out)
     print(path)
     return 1 if any(each["raw_difference"] or each["processed_difference"] for each in log) else 0
 

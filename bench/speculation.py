@@ -13,6 +13,7 @@ hindsight. All replies must be equal in every bit; exit status 1 if they are not
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import statistics
 import sys
 import time
@@ -20,7 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from environment import machine, versions, write_result
+from environment import machine, write_result
 
 import deepinfer_jax as di
 from deepinfer_jax import planning, profiling
@@ -129,18 +130,15 @@ def main() -> int:
                 print(f"  {name:14}{row['tokens_per_s']:9.1f} tokens/s {row['over_off']:6.2f} "
                       f"{row['tokens_per_pass']:6.2f} a pass, {row['wasted_rows']} rows wasted",
                       flush=True)  # fmt: skip
-    path = write_result("speculation", given.machine, {
-        "question": __doc__.splitlines()[0],
-        "machine": start,
-        "versions": versions(),
-        "config": {"name": "spark-tiny", "numerics": model.numerics.fingerprint(),
-                   "table": [dict(zip(("slots", "rows", "ms", "plain_ms"),
-                                      (c.slots, c.rows, c.ms, c.plain_ms), strict=True))
-                             for c in table.curves],
-                   "temperatures_of_confidence": model.confidence_temperatures,
-                   **{n: getattr(given, n) for n in ("each", "new", "repeats")}},
-        "results": found,
-    }, given.out)  # fmt: skip
+    settings = {
+        "name": "spark-tiny", "numerics": model.numerics.fingerprint(),
+        "table": [dataclasses.asdict(curve) for curve in table.curves],
+        "temperatures_of_confidence": model.confidence_temperatures,
+        **{name: getattr(given, name) for name in ("each", "new", "repeats")},
+    }  # fmt: skip
+    path = write_result(
+        "speculation", given.machine, __doc__, settings, {"results": found}, given.out, start
+    )
     print(path)
     every = [row for one in found for row in one["policies"].values()]
     return 0 if all(row["equal_to_off"] for row in every) else 1

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from environment import machine, versions, write_result
+from environment import machine, write_result
 from speculation import prompts
 
 import deepinfer_jax as di
@@ -125,15 +125,14 @@ def main() -> int:
             "accepted": sum(each.accepted for each in spent),
         }  # fmt: skip
         print(name, rows[name], flush=True)
-    path = write_result("speculation_equality", given.machine, {
-        "question": __doc__.splitlines()[0],
-        "machine": start,
-        "versions": versions(),
-        "config": {"name": "spark-tiny", "numerics": model.numerics.fingerprint(),
-                   "options": OPTIONS,
-                   **{n: getattr(given, n) for n in ("count", "new", "slots", "tables")}},
-        "results": rows,
-    }, given.out)  # fmt: skip
+    settings = {
+        "name": "spark-tiny", "numerics": model.numerics.fingerprint(), "options": OPTIONS,
+        **{name: getattr(given, name) for name in ("count", "new", "slots", "tables")},
+    }  # fmt: skip
+    path = write_result(
+        "speculation_equality", given.machine, __doc__, settings, {"results": rows}, given.out,
+        start,
+    )  # fmt: skip
     print(path)
     return 1 if any(row["differing"] or not row["accepted"] for row in rows.values()) else 0
 

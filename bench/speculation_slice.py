@@ -24,7 +24,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from environment import ROOT, machine, versions, write_result
+from environment import ROOT, machine, write_result
 
 import deepinfer_jax as di
 from deepinfer_jax import params, planning, profiling, quant, resources, tables
@@ -197,18 +197,20 @@ def main() -> None:
             )
             shown = ", ".join(f"{name} {row['over_off']:.2f}" for name, row in rows.items())
             print(f"{curve.slots} slots, {text}: {shown}; regret {regret:.3f}", flush=True)
-    print(write_result("speculation_slice", given.machine, {
-        "question": __doc__.splitlines()[0],
+    settings = {
+        "layers": model.cfg.num_hidden_layers, "hidden": model.cfg.hidden_size,
+        "experts": model.cfg.n_routed_experts, "bytes": stored,
+        "numerics": model.numerics.fingerprint(), "texts": TEXTS, "calm": CALM,
+        "tokens": given.tokens,
+    }  # fmt: skip
+    answers = {
         "measured": "times of rounds; acceptance is simulated (see the script)",
-        "machine": start,
-        "versions": versions(),
-        "config": {"layers": model.cfg.num_hidden_layers, "hidden": model.cfg.hidden_size,
-                   "experts": model.cfg.n_routed_experts, "bytes": stored,
-                   "numerics": model.numerics.fingerprint(), "texts": TEXTS, "calm": CALM,
-                   "tokens": given.tokens},
         "table": [dataclasses.asdict(curve) for curve in table.curves],
         "results": found,
-    }, given.out))  # fmt: skip
+    }
+    print(write_result(
+        "speculation_slice", given.machine, __doc__, settings, answers, given.out, start
+    ))  # fmt: skip
 
 
 if __name__ == "__main__":
