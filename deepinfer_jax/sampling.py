@@ -38,11 +38,11 @@ class Sampling:
     """Sampling parameters of T rows, one entry per row. Build and validate with `make_sampling`.
 
     Attributes:
-        temperature: [T] float32, finite and >= 0; below `GREEDY_BELOW` the row is greedy.
-        top_p: [T] float32 in (0, 1]; 1 keeps everything.
-        top_k: [T] int32, -1 (all) or >= 1.
-        min_p: [T] float32 in [0, 1]; 0 keeps everything.
-        seed: [T, 2] uint32, the request's 64-bit seed as (low word, high word).
+      temperature: [T] float32, finite and >= 0; below `GREEDY_BELOW` the row is greedy.
+      top_p: [T] float32 in (0, 1]; 1 keeps everything.
+      top_k: [T] int32, -1 (all) or >= 1.
+      min_p: [T] float32 in [0, 1]; 0 keeps everything.
+      seed: [T, 2] uint32, the request's 64-bit seed as (low word, high word).
     """
 
     temperature: Array
@@ -58,14 +58,14 @@ class Sampled:
     """What `sample` returns for T rows.
 
     Attributes:
-        token: [T] int32.
-        logprob_raw: [T] float32, log-probability of `token` at temperature 1, without mask or
-            truncation: what a trainer recomputes.
-        logprob_processed: [T] float32, log-probability of `token` in the distribution it was drawn
-            from; 0.0 in greedy rows, whose distribution is a point mass.
-        kept_mass: [T] float32 in [0, 1], probability of the surviving set under the
-            temperature-scaled distribution before mask and truncation; exactly 1.0 where nothing
-            was removed, and in greedy rows.
+      token: [T] int32.
+      logprob_raw: [T] float32, log-probability of `token` at temperature 1, without mask or
+        truncation: what a trainer recomputes.
+      logprob_processed: [T] float32, log-probability of `token` in the distribution it was drawn
+        from; 0.0 in greedy rows, whose distribution is a point mass.
+      kept_mass: [T] float32 in [0, 1], probability of the surviving set under the
+        temperature-scaled distribution before mask and truncation; exactly 1.0 where nothing
+        was removed, and in greedy rows.
     """
 
     token: jax.Array
@@ -90,8 +90,8 @@ def make_sampling(
     as in verification, repeat it on purpose).
 
     Raises:
-        ValueError: a value outside the range documented in `Sampling`, or a wrong length.
-        TypeError: a boolean, or a non-integer where an integer is needed.
+      ValueError: a value outside the range documented in `Sampling`, or a wrong length.
+      TypeError: a boolean, or a non-integer where an integer is needed.
     """
     heat = _per_row("temperature", temperature, n, np.float32)
     _check("temperature", heat, (heat >= 0) & (heat < np.inf), "finite and >= 0 (0 is greedy)")
@@ -147,10 +147,10 @@ def noise_words(
     vocabulary shard, a padded vocabulary) draw the same values.
 
     Args:
-        seed: [..., 2] uint32.
-        index: [...] int32, absolute output index (prompt length + output count).
-        token_ids: [V] or [..., V] integer, below 2^24.
-        stream: which of the independent streams; a Python integer in [0, 256).
+      seed: [..., 2] uint32.
+      index: [...] int32, absolute output index (prompt length + output count).
+      token_ids: [V] or [..., V] integer, below 2^24.
+      stream: which of the independent streams; a Python integer in [0, 256).
     """
     token_ids = jnp.asarray(token_ids).astype(jnp.uint32)
     index = jnp.asarray(index).astype(jnp.uint32)
@@ -209,9 +209,9 @@ def transform(logits: Array, sampling: Sampling, mask: Array | None = None) -> j
     (lowest id among equals); -0.0 equals +0.0 throughout.
 
     Args:
-        logits: [T, V], any float dtype; worked on in float32.
-        sampling: parameters of the T rows.
-        mask: [T, V] bool, True where a token is allowed; every row needs one allowed token.
+      logits: [T, V], any float dtype; worked on in float32.
+      sampling: parameters of the T rows.
+      mask: [T, V] bool, True where a token is allowed; every row needs one allowed token.
     """
     _, survivors = _survivors(logits, sampling, mask)
     return survivors - numerics.logsumexp(survivors)[..., None]
@@ -412,10 +412,10 @@ def accepted(target: Array, draft: Array, length: Array | int) -> jax.Array:
     """Number of accepted drafts [...] int32: how many of `draft` [..., N] lead with the target's.
 
     Args:
-        target: [..., N] or [..., N + 1] int32, the target's own choice at each drafted index (and
-            at the fresh one, which judges nothing).
-        draft: [..., N] int32, drawn with the same noise.
-        length: [...] int32, drafts that were verified; later ones count as not accepted.
+      target: [..., N] or [..., N + 1] int32, the target's own choice at each drafted index (and
+        at the fresh one, which judges nothing).
+      draft: [..., N] int32, drawn with the same noise.
+      length: [...] int32, drafts that were verified; later ones count as not accepted.
     """
     n = draft.shape[-1]
     if target.shape[-1] not in (n, n + 1):
