@@ -162,8 +162,8 @@ def resolve_length(cfg: ModelConfig, max_length: int | None) -> int:
         raise TypeError(f"max_length must be an integer, got {max_length!r}")
     if not 1 <= max_length <= limit:
         raise ValueError(
-            f"max_length must be between 1 and max_position_embeddings={limit} of the model, "
-            f"got {max_length}"
+            f"max_length must be in 1..{limit} (max_position_embeddings of the model), "
+            f"got {max_length}; leave it out for the default"
         )
     return max_length
 

@@ -104,8 +104,8 @@ def make_tables(cfg: ModelConfig, token_map: np.ndarray | None, length: int) -> 
     """
     if length < 1 or length > cfg.max_position_embeddings:
         raise ValueError(
-            f"length must be between 1 and max_position_embeddings={cfg.max_position_embeddings}, "
-            f"got {length}"
+            f"length must be in 1..{cfg.max_position_embeddings} (max_position_embeddings), "
+            f"got {length}; the model has no further positions"
         )
     if token_map is None:
         if cfg.engram_layer_ids:

@@ -184,7 +184,7 @@ def test_an_unknown_platform_is_refused(monkeypatch, capsys):
         (["--only", "chunk"], "unknown check 'chunk'; there are:"),
         (["--tokens", 0], "tokens must be between 1 and 4070"),
         (["--max-length", 20], "max_length of the model is 20: the prompts"),
-        (["--max-length", 0], "max_length must be between 1 and max_position_embeddings=4096"),
+        (["--max-length", 0], "max_length must be in 1..4096 (max_position_embeddings"),
         (["--seed", -1], "seed must be between 0 and"),
     ],
 )
