@@ -120,6 +120,7 @@ def surroundings() -> startup.Surroundings:
         xla_flags=os.environ.get("XLA_FLAGS", ""),
         matmul_precision=config.jax_default_matmul_precision,
         x64=config.jax_enable_x64,
+        disable_jit=config.jax_disable_jit,
     )
 
 

@@ -204,6 +204,7 @@ def test_forms_of_back_ends():
         ("tiled", {"xla_flags": "flags.txt"}, "names a file"),
         ("pallas", {"backend": "gpu", "matmul_precision": "tensorfloat32"}, "'tensorfloat32'"),
         ("tiled", {"x64": True}, "64-bit"),
+        ("tiled", {"disable_jit": True}, "one by one"),
     ],
 )
 def test_settings_that_break_the_promise_are_refused(form, around, reason):

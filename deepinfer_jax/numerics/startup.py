@@ -23,12 +23,14 @@ class Surroundings:
     xla_flags         the value of XLA_FLAGS
     matmul_precision  `jax.config.jax_default_matmul_precision`
     x64               `jax.config.jax_enable_x64`
+    disable_jit       `jax.config.jax_disable_jit`
     """
 
     backend: str
     xla_flags: str = ""
     matmul_precision: str | None = None
     x64: bool = False
+    disable_jit: bool = False
 
 
 def refusals(numerics: Numerics, around: Surroundings) -> list[str]:
@@ -63,6 +65,11 @@ def refusals(numerics: Numerics, around: Surroundings) -> list[str]:
         )
     if around.x64:
         reasons.append("jax_enable_x64 is on: no order of sums was tested with 64-bit types")
+    if around.disable_jit:
+        reasons.append(
+            "jax_disable_jit is on: operations compiled one by one add rows in another order than "
+            "whole programs do; unset it"
+        )
     return reasons
 
 
