@@ -5,7 +5,7 @@ order, padding, neighbours, or of the program around it. On CPU that needs four 
 
 - a dot runs on whole tiles of a few fixed heights, never on one row and never on whatever number
   there is; where the number of rows chooses the height, the height decides no bit (`tiles`);
-- a row sum uses a reducer that the compiler does not recognise, in fixed lanes;
+- a row sum uses a reducer that the compiler does not recognise;
 - an inexact product that feeds an addition is pinned, so that it is never contracted to one fused
   multiply-add in one program and not in another;
 - roundings to bfloat16 are explicit.

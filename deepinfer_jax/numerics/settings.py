@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 from typing import Literal, get_args
 
+HEIGHTS = (8, 16, 32, 64, 128, 256)  # of tiles whose products are known to agree
 Form = Literal["tiled", "pallas", "batched", "dense"]
 
 # Part of every fingerprint. Raise it when a constant in code that fixes bits changes: the lanes of
@@ -56,7 +57,7 @@ class Numerics:
     row_tile: int = 8
     long_row_tile: int = 32
     long_rows: int = 128
-    tall_tiles: tuple[int, ...] = (8, 16, 32, 64, 128, 256)
+    tall_tiles: tuple[int, ...] = HEIGHTS
     tall_from: int = 1 << 18
     long_sum: int = 64
     sum_block: int = 8
@@ -83,8 +84,9 @@ class Numerics:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < low:
                 raise ValueError(f"{name} must be an integer of at least {low}, got {value!r}")
-        if not self.tall_tiles or any(not isinstance(n, int) or n < 2 for n in self.tall_tiles):
-            raise ValueError(f"tall_tiles must be integers of at least 2, got {self.tall_tiles!r}")
+        heights = self.tall_tiles
+        if not isinstance(heights, tuple) or not heights or not set(heights) <= set(HEIGHTS):
+            raise ValueError(f"tall_tiles must be a tuple of some of {HEIGHTS}, got {heights!r}")
         if self.rows == "dense" and self.index_rounding == "reference":
             raise ValueError('index_rounding="reference" is not made for rows="dense"')
 

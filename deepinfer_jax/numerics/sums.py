@@ -22,7 +22,11 @@ def _pinned_add(a, b):
 
 
 def row_sum(x: jax.Array, numerics: Numerics) -> jax.Array:
-    """Sum of float32 [..., K] over the last axis, in one order for all rows."""
+    """Sum of float32 [..., K] over the last axis, in one order for all rows.
+
+    `x` must be what an elementwise operation made (docs/determinism.md "Why it holds: rules and
+    reasons"): on a CPU the compiler would move a bare reshape or concatenation into the sum.
+    """
     return _row_sum(x, numerics)
 
 
@@ -39,7 +43,7 @@ def _row_sum_jvp(numerics, primals, tangents):
 
 
 def _sum_of_lanes(x: jax.Array) -> jax.Array:
-    """Lanes first, each in order, then the lanes."""
+    """Lanes first, then the lanes: a form that XLA:CPU vectorises, cutting it as it likes."""
     lanes = _WIDE_LANES if x.shape[-1] >= _WIDE else _LANES
     padded = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % lanes)])
     parts = padded.reshape(*x.shape[:-1], -1, lanes)
