@@ -414,8 +414,8 @@ def test_gradients_are_those_of_plain_jnp(rows):
     [
         ("dtype", "float16"), ("rows", "tilde"), ("index_rounding", "never"), ("row_tile", 1),
         ("long_row_tile", 0), ("index_block", 0), ("long_rows", True), ("row_tile", 8.0),
-        ("tall_tiles", ()), ("tall_tiles", (1, 8)), ("tall_tiles", [8, 16]), ("tall_from", 0), ("long_sum", 0),
-        ("sum_block", 0),
+        ("tall_tiles", ()), ("tall_tiles", (1, 8)), ("tall_tiles", [8, 16]), ("tall_from", 0),
+        ("long_sum", 0), ("sum_block", 0),
     ],
 )  # fmt: skip
 def test_settings_that_promise_nothing_are_refused(field, value):
