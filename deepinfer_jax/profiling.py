@@ -38,6 +38,7 @@ from deepinfer_jax.planning.cost_table import CostTable, Curve
 from deepinfer_jax.planning.schedules import Fill, Lengths
 
 REPEATS = 7
+CALL_S = 0.3  # seconds that a measured call should take; slow rounds are timed fewer at a time
 PROMPT = 32  # tokens that stand in every slot before the first round
 
 
@@ -217,13 +218,17 @@ def _round_ms(
     machine is shared by all sizes.
     """
     samples: dict[tuple[int, int], list[float]] = {sizes: [] for sizes in programs}
+    rounds_of = dict.fromkeys(programs, 1)
     for turn in range(REPEATS + 1):
-        for (size, rows), program in programs.items():
+        for sizes, program in programs.items():
             own = jax.block_until_ready(jax.tree.map(jnp.copy, cache))
-            given, more = _arguments(model, own, size)
+            given, more = _arguments(model, own, sizes[0])
+            more["limit"] = np.int32(rounds_of[sizes])
             start = time.perf_counter()
             jax.block_until_ready(program(*given, **more))
+            each = (time.perf_counter() - start) / rounds_of[sizes]
             if turn:
-                spent = time.perf_counter() - start
-                samples[size, rows].append(1e3 * spent / MOST_STEPS)
+                samples[sizes].append(1e3 * each)
+            else:
+                rounds_of[sizes] = int(np.clip(CALL_S / each, 1, MOST_STEPS))
     return {sizes: statistics.median(each) for sizes, each in samples.items()}
