@@ -72,7 +72,7 @@ def by_place(drafted: bool) -> tuple[list[list[int]], int]:
     return [reply[:NEW] for reply in replies], right
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # tests/engine/test_structured.py shows it in the engine
 def test_a_rule_by_place_holds_with_and_without_drafts():
     plain, _ = by_place(drafted=False)
     drafted, right = by_place(drafted=True)
