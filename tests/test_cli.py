@@ -12,10 +12,11 @@ import pytest
 from hypothesis import given
 
 import deepinfer_jax as di
-from deepinfer_jax import cli, generation, loading
+from deepinfer_jax import cli, engine, generation, loading
 from deepinfer_jax.cli import compiled, generating, records
 from deepinfer_jax.cli.progress import Progress
 from deepinfer_jax.config import ModelConfig
+from deepinfer_jax.grammar import Grammar
 from deepinfer_jax.prompts import make_requests
 from deepinfer_jax.requests import Options, Result, Timing
 from tests import tiny_model
@@ -165,6 +166,56 @@ def test_lines_in_order_wait_for_those_before_and_are_never_lost(order, written)
     lines.close()
     found = [line["index"] for line in lines_of(stream.getvalue())]
     assert found == sorted(order[:written])
+
+
+# -- grammars --------------------------------------------------------------------------------------
+
+
+def test_a_grammar_that_cannot_be_compiled_fails_its_request(capsys):
+    assert run("a", "--regex", "(unclosed") == 1
+    assert "deepinfer-jax generate: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--regex", "a", "--json-schema", "x"], "one of the two"),
+        (["--json-schema", "nowhere.json"], "nowhere.json"),
+        (["--regex", ""], "regex"),
+    ],
+)
+def test_grammars_that_are_none_are_refused(capsys, flags, message):
+    assert run("a", *flags) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_schema_reaches_the_request(monkeypatch, tmp_path):
+    asked = []
+    monkeypatch.setattr(generation, "updates", lambda model, due, **more: asked.extend(due) or [])
+    schema = tmp_path / "schema.json"
+    schema.write_text('{"type":  "integer"}', "utf-8")
+    assert run("a", "--json-schema", schema) == 0
+    assert asked[0].options.grammar == Grammar("json", {"type": "integer"})
+
+
+def test_a_request_that_fails_alone_is_named_and_the_others_are_written(
+    capsys, monkeypatch, tmp_path, prompt_file
+):
+    whole = generation.updates
+
+    def failing(*args, **options):
+        for update in whole(*args, **options):
+            if update.index != 1:
+                yield update
+        yield engine.Update(1, "", 0, error=FloatingPointError("no number"))
+
+    monkeypatch.setattr(generation, "updates", failing)
+    out = tmp_path / "out.jsonl"
+    assert run("--prompts", prompt_file, "--max-tokens", 8, "--batch-size", 1, "--out", out) == 1
+    assert [line["id"] for line in lines_of(out.read_text("utf-8"))] == ["add", 2]
+    said = capsys.readouterr().err
+    assert "request 1: no number" in said
+    assert "1 of 3 requests failed, 2 results are written" in said
 
 
 # -- when it stops ---------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import deepinfer_jax
 from deepinfer_jax.cli import checking, generating, information, profiling
-from deepinfer_jax.cli.refusal import Refused
+from deepinfer_jax.cli.refusal import Failed, Refused
 
 FAILED, REFUSED, INTERRUPTED, BROKEN_PIPE = 1, 2, 130, 141
 _LONGEST = 1000  # characters of a message: some quote what they were given
@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _say(args, str(stop) or "interrupted", INTERRUPTED)
     except Refused as error:
         return _say(args, str(error), REFUSED)
-    except (OSError, FloatingPointError) as error:
+    except (OSError, FloatingPointError, Failed) as error:
         return _say(args, str(error), FAILED)
 
 

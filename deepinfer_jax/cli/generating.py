@@ -18,7 +18,7 @@ from deepinfer_jax.cli.compiled import use_compilation_cache
 from deepinfer_jax.cli.device import require_device
 from deepinfer_jax.cli.progress import Progress
 from deepinfer_jax.cli.records import KINDS
-from deepinfer_jax.cli.refusal import Refused
+from deepinfer_jax.cli.refusal import Failed, Refused
 from deepinfer_jax.cli.speculation import add_option, check_option, policy_of
 
 if TYPE_CHECKING:
@@ -108,6 +108,7 @@ def run(args: argparse.Namespace) -> int:
     """Generate; returns the exit status. Raises Refused for input that cannot be run."""
     from deepinfer_jax import engine, loading
     from deepinfer_jax.cli import records
+    from deepinfer_jax.grammar.vocabulary import require_llguidance
 
     _check_files(args)
     check_option(args.speculative)
@@ -117,7 +118,9 @@ def run(args: argparse.Namespace) -> int:
         asked = [records.asked(request, args.model) for request in requests]
         records.check_asked(asked, places)
         engine.slots_for(len(requests), args.batch_size)
-    except (TypeError, ValueError, OSError) as error:
+        if any(request.options.rule for request in requests):
+            require_llguidance()
+    except (TypeError, ValueError, OSError, ImportError) as error:
         raise Refused(str(error)) from None
     require_device()
     path: Path | None = args.out
@@ -232,7 +235,8 @@ def _stream(model: Model, request: Request, lines: Lines | None, policy: Policy)
         sys.stdout.write(update.text)
         sys.stdout.flush()
         if update.error:
-            raise update.error
+            sys.stdout.write("\n")
+            raise Failed(str(update.error))
         if update.result and lines is not None:
             lines.write(update.result, 0)
     sys.stdout.write("\n")
@@ -254,8 +258,7 @@ def _many(
         return
     progress = Progress(len(indices), sys.stderr)
     tokens: dict[int, int] = {}
-    failed: list[Exception] = []
-    done = 0
+    failed = done = 0
     due = [requests[i] for i in indices]
     progress.show(0, 0)
     try:
@@ -265,7 +268,10 @@ def _many(
             if update.result:
                 done += 1
                 lines.write(update.result, indices[update.index])
-            failed += [update.error] if update.error else []
+            if update.error:
+                failed += 1
+                progress.close()
+                print(_failure(due[update.index], update.error), file=sys.stderr)
             progress.show(done, sum(tokens.values()))
     except KeyboardInterrupt:
         raise KeyboardInterrupt(_interrupted(args, done, len(due))) from None
@@ -273,8 +279,13 @@ def _many(
         progress.close()
         lines.close()
     if failed:
-        failed[0].add_note(f"{len(failed)} of {len(due)} requests failed, {done} have results")
-        raise failed[0]
+        raise Failed(f"{failed} of {len(due)} requests failed, {done} results are written")
+
+
+def _failure(request: Request, error: Exception) -> str:
+    """One line about a request that ended without result; some errors name it themselves."""
+    said, name = str(error), f"request {request.id!r}"
+    return said if said.startswith(name) else f"{name}: {said}"
 
 
 def _interrupted(args: argparse.Namespace, done: int, total: int) -> str:
