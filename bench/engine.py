@@ -1,0 +1,134 @@
+"""Does the engine keep its promises over thousands of mixed requests, and what do they cost?
+
+Prompts of 4 to 2,000 random tokens, replies of 1 to 500, all in one run: none lost, none twice,
+memory flat. Some of them are also answered one by one: equal in every bit, and the speed to compare with.
+The same numbers of tokens in requests of equal lengths say what mixing costs.
+
+    python bench/engine.py --machine cpu2
+    python bench/engine.py --machine cpu2 --count 200 --longest 400 --new 100    # in minutes
+"""
+
+from __future__ import annotations
+
+import argparse
+import resource
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from environment import machine, write_result
+
+import deepinfer_jax as di
+from deepinfer_jax import engine, generation, prompts
+from deepinfer_jax.requests import Options, Request, Result
+
+
+def mixed(count: int, longest: int, new: int, vocab: int) -> list[dict[str, Any]]:
+    """Prompts of log-uniform lengths with replies of log-uniform lengths."""
+    rng = np.random.default_rng(11)
+    lengths = np.exp(rng.uniform(np.log(4), np.log(longest), count)).astype(int)
+    replies = np.exp(rng.uniform(0, np.log(new), count)).astype(int)
+    return [
+        {"tokens": rng.integers(8, vocab, n).tolist(), "id": str(i), "max_tokens": int(m)}
+        for i, (n, m) in enumerate(zip(lengths, replies, strict=True))
+    ]
+
+
+def equal(like: list[dict[str, Any]], vocab: int) -> list[dict[str, Any]]:
+    """As many requests of the mean lengths."""
+    rng = np.random.default_rng(12)
+    n = round(np.mean([len(each["tokens"]) for each in like]))
+    m = round(np.mean([each["max_tokens"] for each in like]))
+    return [
+        {"tokens": rng.integers(8, vocab, n).tolist(), "id": str(i), "max_tokens": m}
+        for i in range(len(like))
+    ]
+
+
+def requests_of(model: di.Model, asked: list[dict[str, Any]]) -> list[Request]:
+    return prompts.make_requests(
+        asked, Options(seed=3), model.tokenizer, model.cfg, model.max_length
+    )
+
+
+def answered(model: di.Model, asked: list[dict[str, Any]], batch: int) -> dict[str, Any]:
+    """Results by number, seconds, and the process's largest memory after each tenth of them."""
+    requests, found, grown = requests_of(model, asked), {}, []
+    start = time.perf_counter()
+    for update in generation.updates(model, requests, batch_size=batch):
+        if update.result is None:
+            continue
+        if update.index in found:
+            raise SystemExit(f"request {update.index} has two results")
+        found[update.index] = update.result
+        if len(found) % max(len(requests) // 10, 1) == 0:
+            grown.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+            print(f"{len(found)} of {len(requests)}, {grown[-1] / 2**20:.0f} MiB", flush=True)
+    return {"results": found, "s": time.perf_counter() - start, "max_rss_bytes": grown}
+
+
+def alone(model: di.Model, request: Request, longest: dict[str, Any]) -> Result:
+    """One request in an engine of one slot, of the same capacity for all."""
+    sizes = engine.sizes_for(requests_of(model, [longest]), model.cfg, model.max_length, 1)
+    running = engine.Engine(model, sizes)
+    running.submit(request)
+    return next(update.result for update in running.updates() if update.result)
+
+
+def made(results: dict[int, Result]) -> int:
+    return sum(len(result.tokens) for result in results.values())
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--machine", default="local", help="short name for the result file")
+    parser.add_argument("--count", type=int, default=2000)
+    parser.add_argument("--longest", type=int, default=2000, help="tokens of a prompt")
+    parser.add_argument("--new", type=int, default=500, help="tokens of a reply")
+    parser.add_argument("--batch-size", type=int, default=8)
+    parser.add_argument("--alone", type=int, default=20, help="requests also answered one by one")
+    parser.add_argument("--out", type=Path, help="folder of the result, default bench/results")
+    given = parser.parse_args()
+    start, model = machine(), di.load("spark-tiny")
+    asked = mixed(given.count, given.longest, given.new, model.cfg.vocab_size)
+    longest = max(asked, key=lambda each: len(each["tokens"]) + each["max_tokens"])
+    answered(model, [longest, *asked[: given.batch_size]], given.batch_size)  # compiles
+    whole = answered(model, asked, given.batch_size)
+    lost = given.count - len(whole["results"])
+    rng = np.random.default_rng(13)
+    chosen = rng.choice(given.count, min(given.alone, given.count), replace=False).tolist()
+    alone(model, requests_of(model, asked)[chosen[0]], longest)  # compiles
+    differing, seconds, tokens = 0, 0.0, 0
+    for number in chosen:
+        began = time.perf_counter()
+        result = alone(model, requests_of(model, asked)[number], longest)
+        seconds += time.perf_counter() - began
+        tokens += len(result.tokens)
+        differing += result != whole["results"][number]
+    same = answered(model, equal(asked, model.cfg.vocab_size), given.batch_size)
+    speed = made(whole["results"]) / whole["s"]
+    figures = {
+        "lost": lost,
+        "differing": differing,
+        "compared_alone": len(chosen),
+        "tokens": made(whole["results"]),
+        "tokens_per_s": speed,
+        "over_one_by_one": speed / (tokens / seconds),
+        "over_equal_lengths": speed / (made(same["results"]) / same["s"]),
+        "max_rss_bytes": whole["max_rss_bytes"],
+    }
+    for name, value in figures.items():
+        print(name, value)
+    settings = {
+        "name": "spark-tiny", "numerics": model.numerics.fingerprint(),
+        **{n: getattr(given, n) for n in ("count", "longest", "new", "batch_size", "alone")},
+    }  # fmt: skip
+    print(write_result("engine", given.machine, __doc__, settings, {"results": figures}, given.out,
+                       start))  # fmt: skip
+    return 1 if lost or differing else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
