@@ -1,8 +1,8 @@
 """Does the engine keep its promises over thousands of mixed requests, and what do they cost?
 
 Prompts of 4 to 2,000 random tokens, replies of 1 to 500, all in one run: none lost, none twice,
-memory flat. Some of them are also answered one by one: equal in every bit, and the speed to compare with.
-The same numbers of tokens in requests of equal lengths say what mixing costs.
+memory flat. Some of them are also answered one by one: equal in every bit, and the speed to compare
+with. The same numbers of tokens in requests of equal lengths say what mixing costs.
 
     python bench/engine.py --machine cpu2
     python bench/engine.py --machine cpu2 --count 200 --longest 400 --new 100    # in minutes
