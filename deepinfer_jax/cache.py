@@ -125,10 +125,8 @@ def cache_shapes(
         raise ValueError(
             f"capacity {capacity} exceeds max_position_embeddings={cfg.max_position_embeddings}"
         )
-    if paging is None:
-        paging = Paging(capacity, slots)
-    else:
-        _check_paging(paging, cfg)
+    paging = Paging(capacity, slots) if paging is None else paging
+    _check_paging(paging, capacity, cfg)
     most = max(cfg.ratios, default=1)
     ring = cfg.sliding_window + slack
     pooled = sum(1 for s in cfg.kv_source_layer_ids if cfg.compress_ratios[s] > 1)
@@ -154,15 +152,15 @@ def cache_shapes(
     )
 
 
-def _check_paging(paging: Paging, cfg: ModelConfig) -> None:
+def _check_paging(paging: Paging, capacity: int, cfg: ModelConfig) -> None:
     for name in ("tokens", "count"):
         if getattr(paging, name) < 1:
             raise ValueError(f"paging.{name} must be at least 1, got {getattr(paging, name)}")
-    for ratio in cfg.ratios:
+    for ratio in cfg.ratios if capacity > paging.tokens else ():
         if paging.tokens % ratio:
             raise ValueError(
                 f"paging.tokens must be a multiple of {ratio}, the tokens of a compressed entry, "
-                f"got {paging.tokens}"
+                f"where a slot has several pages, got {paging.tokens}"
             )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 
 from deepinfer_jax.cache import Paging
@@ -22,8 +23,7 @@ class Sizes:
     """What an engine has room for.
 
     slots      requests at work at once
-    capacity   most tokens of a sequence, prompt and reply; a multiple of `page_tokens` or less than
-               one page
+    capacity   most tokens of a sequence, prompt and reply
     pages      pages of global KV, `page_tokens` tokens each
     snapshots  states kept for prompts that begin alike; 0: every prompt is computed from its start
     stop_ids   most ids that end a reply
@@ -51,8 +51,10 @@ def make_sizes(
     slots: int, capacity: int, cfg: ModelConfig, snapshots: int = 0, stop_ids: int = STOP_IDS
 ) -> Sizes:
     """Sizes with pages for every slot's whole capacity."""
-    most = max(cfg.ratios, default=1)
-    page = -(-min(PAGE_TOKENS, capacity) // most) * most
+    page = capacity
+    if capacity > PAGE_TOKENS:
+        whole = math.lcm(*cfg.ratios)  # so that no entry lies across a boundary
+        page = -(-PAGE_TOKENS // whole) * whole
     return Sizes(slots, capacity, slots * -(-capacity // page), page, snapshots, stop_ids)
 
 

@@ -1,11 +1,21 @@
 """Sizes that requests are given."""
 
+import dataclasses
+
 import hypothesis.strategies as st
+import jax
+import numpy as np
 import pytest
 from hypothesis import given
 
-from deepinfer_jax.engine import sizes
+from deepinfer_jax import cache as caches
+from deepinfer_jax import params, steps, tables
+from deepinfer_jax.engine import programs, sizes
+from deepinfer_jax.numerics import Numerics
 from deepinfer_jax.requests import Options, Request
+from tests import small
+
+PLAIN = dataclasses.replace(small.PLAIN, engram_num_embeddings=(120, 120))
 
 
 def request(length, reply):
@@ -48,3 +58,17 @@ def test_a_batch_of_none_is_refused(batch_size):
 def test_a_batch_size_is_an_integer(batch_size):
     with pytest.raises(TypeError, match="batch_size must be an integer"):
         sizes.slots_for(3, batch_size)
+
+
+@pytest.mark.parametrize("capacity", [1, 37, 64, 65, 127, 200])
+def test_any_capacity_makes_a_cache_that_the_tables_cover(capacity):
+    """Pages round a capacity up; positions end with it all the same."""
+    made = sizes.make_sizes(2, capacity, PLAIN)
+    assert made.page_tokens * made.table >= capacity
+    assert made.table == 1 or not any(made.page_tokens % ratio for ratio in PLAIN.ratios)
+    numerics = Numerics.fp32()
+    cache = caches.cache_shapes(PLAIN, numerics, 2, capacity, paging=made.paging)
+    table = tables.make_tables(PLAIN, np.arange(131, dtype=np.int32) % 83, capacity)
+    rows = programs.make_rows([], 8)
+    given = (params.shapes(PLAIN), table, rows, cache)
+    jax.eval_shape(lambda *given: steps.extend(*given, PLAIN, numerics), *given)
