@@ -181,7 +181,6 @@ def test_a_grammar_that_cannot_be_compiled_fails_its_request(capsys):
     [
         (["--regex", "a", "--json-schema", "x"], "one of the two"),
         (["--json-schema", "nowhere.json"], "nowhere.json"),
-        (["--regex", ""], "regex"),
     ],
 )
 def test_grammars_that_are_none_are_refused(capsys, flags, message):

@@ -76,7 +76,8 @@ def spoiled(paging=None):
 @settings(max_examples=12)
 def test_where_pages_lie_changes_nothing(order, lengths, cut):
     every = rows_of(lengths, cut)
-    want, _ = fed(spoiled(), every)
+    own = np.arange(SLOTS * PAGES, dtype=np.int32).reshape(SLOTS, PAGES)
+    want, _ = fed(dataclasses.replace(spoiled(PAGING), pages=jnp.asarray(own)), every)
     table = np.full((SLOTS, PAGES), -1, np.int32)
     given_out = iter(order)
     for slot, length in enumerate(lengths):
@@ -88,6 +89,15 @@ def test_where_pages_lie_changes_nothing(order, lengths, cut):
     unused = sorted(set(range(PAGING.count)) - set(table.ravel().tolist()))
     for pool in (*after.kv, *after.keys):
         assert (np.asarray(pool)[:, unused] == 0x77).all()
+
+
+@pytest.mark.exhaustive
+def test_pages_have_the_bits_of_one_page_for_each_slot():
+    every = rows_of((CAPACITY, 23), 7)
+    want, _ = fed(spoiled(), every)
+    own = np.arange(SLOTS * PAGES, dtype=np.int32).reshape(SLOTS, PAGES)
+    got, _ = fed(dataclasses.replace(spoiled(PAGING), pages=jnp.asarray(own)), every)
+    np.testing.assert_array_equal(got, want)
 
 
 @pytest.mark.slow

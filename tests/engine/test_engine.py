@@ -102,7 +102,7 @@ def test_no_order_changes_a_bit(asked, rule, eager):
     assert [found[n] for n in range(COUNT)] == alone()
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # the default run drafts in tests/test_rounds.py and test_structured.py
 def test_drafts_in_narrow_places_change_no_bit():
     found = answered(range(COUNT), policy=planning.Fixed(2))
     assert [found[n] for n in range(COUNT)] == alone()

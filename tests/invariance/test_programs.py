@@ -15,6 +15,7 @@ from tests.invariance import setups
 HIT = "/jax/compilation_cache/cache_hits"
 
 
+@pytest.mark.exhaustive
 def test_a_donated_cache_is_given_up():
     setup = setups.setup("float32")
     model = setup.model

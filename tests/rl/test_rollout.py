@@ -112,6 +112,7 @@ def test_no_schedule_of_drafts_changes_a_bit(scheduled, seed):
     check(roll(masters(), options(seed), scheduled), seed)
 
 
+@pytest.mark.exhaustive  # the default run counts accepted drafts in tests/test_rounds.py
 def test_drafts_are_accepted_and_save_rounds():
     """The property above would hold of a drafter that is always wrong, too."""
     flat = options(5, temperature=30.0, top_p=1.0, top_k=-1)
