@@ -1,4 +1,4 @@
-"""Files that travel with the package: named configurations and model folders.
+"""Files that travel with the package: named configurations, model folders, evaluation tasks.
 
 A wheel carries ``configs/`` inside the package; an editable install or a source checkout has it
 one level up. Both functions look in the package first, then in the checkout, and return real
@@ -62,3 +62,19 @@ def model_folder(name: str) -> Path:
     if name not in names:
         raise ValueError(f"unknown shipped model {name!r}; shipped: {', '.join(names) or 'none'}")
     return PACKAGE / "assets" / name
+
+
+def task_names() -> tuple[str, ...]:
+    """Names of the evaluation tasks shipped under ``deepinfer_jax/assets/tasks``, sorted."""
+    return tuple(sorted(path.stem for path in (PACKAGE / "assets" / "tasks").glob("*.jsonl")))
+
+
+def task_file(name: str) -> Path:
+    """Path of the shipped task `name`.
+
+    Raises ValueError that lists the shipped names when there is no such task.
+    """
+    names = task_names()
+    if name not in names:
+        raise ValueError(f"unknown task {name!r}; shipped: {', '.join(names) or 'none'}")
+    return PACKAGE / "assets" / "tasks" / f"{name}.jsonl"

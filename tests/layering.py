@@ -47,6 +47,7 @@ ORDER = (
     "determinism",
     "",
     "training",
+    "evaluation",
     "cli",
     "__main__",
 )

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 
 import deepinfer_jax
-from deepinfer_jax.cli import checking, generating, information, profiling
+from deepinfer_jax.cli import checking, evaluating, generating, information, profiling
 from deepinfer_jax.cli.refusal import Failed, Refused
 
 FAILED, REFUSED, INTERRUPTED, BROKEN_PIPE = 1, 2, 130, 141
@@ -64,6 +64,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=version)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     generating.add_command(commands)
+    evaluating.add_command(commands)
     information.add_command(commands)
     checking.add_command(commands)
     profiling.add_command(commands)

@@ -60,11 +60,17 @@ def add_command(commands: Any) -> None:
     add = parser.add_argument
     add("prompt", nargs="*", metavar="PROMPT", help="text of a user message")
     add("--prompts", metavar="FILE", help="JSON Lines file of prompts, - for standard input")
+    add_options(parser)
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write JSON Lines to FILE")
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Declare all that `answer` reads but the prompts and `--out`."""
+    add = parser.add_argument
     add("--model", default="spark-tiny", metavar="NAME|DIR", help="default spark-tiny")
     add("--max-length", type=int, metavar="N", help="most tokens of prompt and reply together")
     _add_options(parser.add_argument_group("the reply").add_argument)
     add = parser.add_argument_group("the run").add_argument
-    add("--out", type=Path, metavar="FILE", help="write JSON Lines to FILE")
     add(
         "--resume",
         action="store_true",
@@ -106,13 +112,20 @@ def _add_options(add: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Generate; returns the exit status. Raises Refused for input that cannot be run."""
+    check_files(args)
+    return answer(args, *_prompts(args))
+
+
+def answer(args: argparse.Namespace, prompts: Sequence[Any], places: Sequence[str]) -> int:
+    """Reply to prompts, each from its place, as the arguments say; returns the exit status.
+
+    Raises Refused for input that cannot be run.
+    """
     from deepinfer_jax import engine, loading
     from deepinfer_jax.cli import records
     from deepinfer_jax.grammar.vocabulary import require_llguidance
 
-    _check_files(args)
     check_option(args.speculative)
-    prompts, places = _prompts(args)
     try:
         requests = _requests(args, prompts, places)
         asked = [records.asked(request, args.model) for request in requests]
@@ -149,7 +162,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _check_files(args: argparse.Namespace) -> None:
+def check_files(args: argparse.Namespace) -> None:
     """Refuse files that do not go together, before anything is read or written."""
     if args.resume and args.out is None:
         raise Refused("--resume needs --out FILE, the file to go on with")
@@ -174,7 +187,7 @@ def _prompts(args: argparse.Namespace) -> tuple[list[Any], list[str]]:
         return args.prompt, [f"PROMPT {i}" for i in range(1, len(args.prompt) + 1)]
     try:
         if args.prompts == "-":
-            _reconfigure(sys.stdin, encoding="utf-8-sig", errors="strict")
+            reconfigure(sys.stdin, encoding="utf-8-sig", errors="strict")
             return read_prompt_lines("standard input", sys.stdin)
         with open(args.prompts, encoding="utf-8-sig") as file:
             return read_prompt_lines(args.prompts, file)
@@ -230,7 +243,7 @@ def _stream(model: Model, request: Request, lines: Lines | None, policy: Policy)
     from deepinfer_jax import generation
 
     # Characters that the terminal's encoding lacks are escaped.
-    _reconfigure(sys.stdout, errors="backslashreplace")
+    reconfigure(sys.stdout, errors="backslashreplace")
     for update in generation.updates(model, [request], eager=True, speculative=policy):
         sys.stdout.write(update.text)
         sys.stdout.flush()
@@ -293,7 +306,7 @@ def _interrupted(args: argparse.Namespace, done: int, total: int) -> str:
     return f"interrupted: {done} of {total} results are written{where}"
 
 
-def _reconfigure(stream: TextIO, *, errors: str, encoding: str | None = None) -> None:
+def reconfigure(stream: TextIO, *, errors: str, encoding: str | None = None) -> None:
     """Change how a stream of the process reads or writes text; one in memory has no encoding."""
     if isinstance(stream, io.TextIOWrapper):
         stream.reconfigure(encoding=encoding, errors=errors)

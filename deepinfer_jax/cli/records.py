@@ -173,6 +173,18 @@ def finished(path: Path, asked: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     return found
 
 
+def result_of(line: bytes) -> Mapping[str, Any] | None:
+    """The result on a line, by its keys; None where the line is none."""
+    try:
+        value = json.loads(line.decode("utf-8"))
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(value, Mapping):
+        return None
+    fits = all(isinstance(value.get(key), kind) for key, kind in KINDS.items())
+    return value if fits else None
+
+
 def check_numerics(path: Path, found: Mapping[str, str], numerics: str) -> None:
     """Raise Refused where a result of `finished` was not made with these numerics."""
     for name, before in found.items():
@@ -205,13 +217,8 @@ def _is_torn(tail: bytes, asked: Sequence[Mapping[str, Any]]) -> bool:
 
 def _finished(place: str, line: bytes, wanted: Mapping[str, Mapping[str, Any]]) -> tuple[str, str]:
     """Id and numerics of a line whose request is among `wanted` and was the same in everything."""
-    try:
-        value = json.loads(line.decode("utf-8"))
-    except (ValueError, RecursionError):
-        value = None
-    if not isinstance(value, Mapping) or not all(
-        isinstance(value.get(key), kind) for key, kind in KINDS.items()
-    ):
+    value = result_of(line)
+    if value is None:
         raise Refused(f"{place} is not a result: give another file with --out")
     name = str(value["id"])
     if name not in wanted:
