@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import jsonschema
 import re
 
+import jsonschema
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

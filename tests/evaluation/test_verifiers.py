@@ -29,7 +29,8 @@ ONE_OF_EACH = [
 # Pieces that the verifiers look for, put together at random beside free text.
 _PIECES = st.sampled_from(
     ["Answer:", "answer is ", "\\boxed{", "```json\n", "```", "{", "}", "[", '"a":', "(B)", "-",
-     "−", "1e5", "1,234", ".5", "NaN", "\n", " ", "</think>", "C", ":", "e999999", "²", "\ud800", "\0"]
+     "−", "1e5", "1,234", ".5", "NaN", "\n", " ",
+     "</think>", "C", ":", "e999999", "²", "\ud800", "\0"]
 )  # fmt: skip
 TEXTS = st.one_of(
     st.text(), st.lists(_PIECES | st.text(max_size=3) | st.integers().map(str)).map("".join)
