@@ -65,6 +65,14 @@ class Json:
 
     answer: Any
 
+    def __post_init__(self) -> None:
+        try:
+            json.dumps(self.answer, allow_nan=False)
+        except (TypeError, ValueError):
+            raise ValueError(
+                f"answer must be a value of JSON, got {reprlib.repr(self.answer)}"
+            ) from None
+
     def __call__(self, reply: str) -> Verdict:
         """The verdict on a reply."""
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import time
+from decimal import Decimal
 
 import pytest
 from hypothesis import given
@@ -143,7 +144,7 @@ def test_the_last_number(text, number):
 
 
 @given(
-    number=st.integers() | st.decimals(allow_nan=False, allow_infinity=False, places=3),
+    number=st.integers(-(10**9), 10**9).map(Decimal) | st.decimals(-(10**9), 10**9, places=3),
     before=st.text("ab =:(", max_size=9).filter(lambda text: not text.endswith(("a", "b"))),
     after=st.sampled_from(["", ".", " dollars", ")", "}$", "\n"]),
 )
@@ -185,7 +186,11 @@ def test_what_is_wrong_with_a_list():
 
 
 _VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(),
     lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
     max_leaves=9,
 )
@@ -265,6 +270,7 @@ def test_choices_that_differ_by_case_only_are_told_apart():
         ("eval", "1", {}, "must be one of exact, number, sorted, json, json-schema, choice"),
         (None, "1", {}, "got None"),
         (["exact"], "1", {}, "verifier must be one of"),
+        ("json", [float("nan")], {}, "answer must be a value of JSON, got [nan]"),
         ("json", 1, {"case": True}, "verifier json has no setting 'case'; it has none"),
         ("exact", "a", {"case": True}, "no setting 'case'; known are strict, after"),
         ("exact", "", {}, "answer must be a text that is not empty, got ''"),
