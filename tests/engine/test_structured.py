@@ -62,7 +62,10 @@ def answered(order, policy=planning.OFF):
 
 @functools.cache
 def plain():
-    return answered(range(9))
+    """Drafted for; that drafts change nothing is shown by the exhaustive run and without grammars
+    by tests/test_rounds.py.
+    """
+    return answered(range(9), planning.Fixed(2))
 
 
 @pytest.mark.slow
@@ -78,20 +81,19 @@ def test_replies_follow_their_grammars_and_failures_are_alone():
         assert isinstance(value["age"], int)
         assert value["age"] <= 99
     assert all(found[n].finish_reason == "stop" for n in (0, 2, 5, 6, 8))
+    assert sum(found[n].timing.verified for n in (0, 2, 5, 6, 8)) > 0
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_neither_drafts_nor_order_change_a_bit_under_a_grammar():
-    found, errors = answered([8, 3, 1, 6, 0, 7, 2, 5, 4], planning.Fixed(2))
+    found, errors = answered([8, 3, 1, 6, 0, 7, 2, 5, 4])
     assert found == plain()[0]
     assert errors.keys() == {3}
-    ruled = [found[n].timing for n in (0, 2, 5, 6, 8)]
-    assert sum(timing.verified for timing in ruled) > 0
 
 
 @pytest.mark.slow
 def test_a_reply_without_grammar_does_not_notice_those_with():
-    alone, _ = answered([1, 4, 7])
+    alone, _ = answered([1, 4, 7], planning.Fixed(2))
     assert {n: plain()[0][n] for n in (1, 4, 7)} == alone
 
 

@@ -14,6 +14,7 @@ ALONE = {
     "chunks",
     "devices",
     "donation",
+    "drafts",
     "engine",
     "gradient",
     "padding",
