@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import math
 import pathlib
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
@@ -58,11 +59,11 @@ def lessons(model: Model, requests: Sequence[Request], batch_size: int) -> Itera
             yield Lesson(requests[update.index].tokens, update.result.tokens)
 
 
-def padded(found: Iterable[Lesson]) -> draft.Sequences:
-    """All lessons as arrays, padded to the longest."""
+def padded(found: Iterable[Lesson], multiple: int = 1) -> draft.Sequences:
+    """All lessons as arrays, padded to the longest, rounded up to a `multiple` of tokens."""
     found = list(found)
     lengths = np.array([len(each.prompt) + len(each.reply) for each in found], np.int32)
-    tokens = np.zeros((len(found), lengths.max()), np.int32)
+    tokens = np.zeros((len(found), -(-lengths.max() // multiple) * multiple), np.int32)
     answer = np.zeros(tokens.shape, bool)
     for row, each in enumerate(found):
         tokens[row, : lengths[row]] = each.prompt + each.reply
@@ -155,7 +156,8 @@ def retrain(options: argparse.Namespace, settings: Settings) -> None:
         asked, wanted, model.tokenizer, model.cfg, model.max_length, places
     )
     found = lessons(model, requests, options.batch_size)
-    taught = padded(found)
+    # Training works on whole windows and whole compressed entries.
+    taught = padded(found, math.lcm(model.cfg.sliding_window, *model.cfg.ratios))
     print(f"{len(taught.lengths)} replies, {int(taught.answer.sum())} tokens", flush=True)
     if options.fresh:
         values = masters.init(options.seed, model.cfg)["draft"]

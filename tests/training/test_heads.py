@@ -24,6 +24,10 @@ def test_only_replies_are_taught():
     np.testing.assert_array_equal(made.tokens[made.answer], [11, 12, 13, 14, 15, 1])
 
 
+def test_lessons_fill_whole_windows():
+    assert heads.padded(LESSONS, 4).tokens.shape == (2, 8)
+
+
 def test_batches_bring_every_lesson_before_any_returns():
     taught = heads.padded([heads.Lesson((number,), (number,)) for number in range(6)])
     settings = heads.Settings(rows=4, seed=3)
