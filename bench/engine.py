@@ -99,11 +99,12 @@ def main() -> int:
     lost = given.count - len(whole["results"])
     rng = np.random.default_rng(13)
     chosen = rng.choice(given.count, min(given.alone, given.count), replace=False).tolist()
-    alone(model, requests_of(model, asked)[chosen[0]], longest)  # compiles
+    requests = requests_of(model, asked)
+    alone(model, requests[chosen[0]], longest)  # compiles
     differing, seconds, tokens = 0, 0.0, 0
     for number in chosen:
         began = time.perf_counter()
-        result = alone(model, requests_of(model, asked)[number], longest)
+        result = alone(model, requests[number], longest)
         seconds += time.perf_counter() - began
         tokens += len(result.tokens)
         differing += result != whole["results"][number]

@@ -27,11 +27,10 @@ import numpy as np
 from environment import ROOT, machine, write_result
 
 import deepinfer_jax as di
-from deepinfer_jax import params, planning, profiling, quant, resources, tables
+from deepinfer_jax import params, planning, profiling, quant, resources, rounds, tables
 from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.numerics import Numerics, rows_for
 from deepinfer_jax.planning.policies import Move
-from deepinfer_jax.planning.schedules import useful
 
 LENGTH = 4096
 LOOK = 16  # rounds between looks of the host
@@ -119,8 +118,8 @@ def played(policy: planning.Policy, curve: planning.Curve, block: int, mean: flo
            seed: int) -> dict[str, float]:  # fmt: skip
     """Rounds until `tokens` tokens a slot: tokens per second, drafts verified and lost."""
     rng, slots = np.random.default_rng(seed), curve.slots
-    memory, spent, made, rounds, verified, right = policy.start(slots, block), 0.0, 0, 0, 0, 0
-    most = np.full(slots, block)
+    memory, spent, made, count, verified, right = policy.start(slots, block), 0.0, 0, 0, 0, 0
+    most = np.full(slots, block, np.int32)
     while made < tokens * slots:
         move = policy.move(memory, slots)
         seen = []
@@ -132,13 +131,13 @@ def played(policy: planning.Policy, curve: planning.Curve, block: int, mean: flo
             hits = np.cumprod(rng.random((slots, block)) < p, axis=1).sum(axis=1)
             accepted = np.minimum(hits, lengths)
             spent += round_ms(curve, move.rows, move.size)
-            made, rounds = made + slots + int(accepted.sum()), rounds + 1
+            made, count = made + slots + int(accepted.sum()), count + 1
             verified, right = verified + int(lengths.sum()), right + int(accepted.sum())
             seen.append(confidence[:, : move.size])
         memory = policy.learn(memory, move, np.stack(seen), np.tile(most, (len(seen), 1)))
     return {
         "tokens_per_s": 1e3 * made / spent,
-        "tokens_per_pass": made / slots / rounds,
+        "tokens_per_pass": made / slots / count,
         "verified_rows": verified,
         "wasted_rows": verified - right,
     }
@@ -149,18 +148,13 @@ def _lengths(move: Move, confidence: np.ndarray, most: np.ndarray) -> np.ndarray
     slots = len(most)
     if not move.size:
         return np.zeros(slots, np.int64)
-    room = move.rows - slots
-    if isinstance(move.schedule, planning.Fill):  # as `distribute`, on the host
-        alive = useful(planning.survival(planning.probabilities(confidence, _heat(move))), most)
-        order = np.argsort(-np.asarray(alive).reshape(-1), kind="stable")[:room]
-        return np.bincount(order // confidence.shape[1], minlength=slots)
-    asked = np.asarray(move.schedule.lengths(jnp.asarray(confidence), jnp.asarray(most), room))
-    return np.minimum(asked, most)
+    asked = _asked(move.schedule, confidence, most, np.int32(move.rows - slots))
+    return np.asarray(rounds.fitting(asked, jnp.asarray(most), move.rows))
 
 
-def _heat(move: Move) -> np.ndarray:
-    assert isinstance(move.schedule, planning.Fill)
-    return np.asarray(move.schedule.temperatures)
+@jax.jit
+def _asked(schedule: planning.Schedule, confidence: Any, most: Any, room: Any) -> jax.Array:
+    return schedule.lengths(confidence, most, room)
 
 
 def main() -> None:

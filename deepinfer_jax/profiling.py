@@ -36,6 +36,7 @@ from deepinfer_jax.engine.sizes import (
 from deepinfer_jax.loading import Model
 from deepinfer_jax.planning.cost_table import CostTable, Curve
 from deepinfer_jax.planning.schedules import Fill, Lengths
+from deepinfer_jax.rows import Rows
 
 REPEATS = 7
 CALL_S = 0.3  # seconds that a measured call should take; slow rounds are timed fewer at a time
@@ -109,9 +110,9 @@ def measure(
 
 @dataclasses.dataclass(frozen=True)
 class _Programs:
-    """Of one number of slots: prefill, and the rounds by (drafts made, rows verified)."""
+    """Of one number of slots: prompts, and the rounds by (drafts made, rows verified)."""
 
-    prefill: Callable[..., Any]
+    fill: Callable[..., Any]
     rounds: dict[tuple[int, int], Callable[..., Any]]
 
 
@@ -125,14 +126,14 @@ def _programs(
     }
     note(f"compiling {sum(1 + len(each) for each in sizes.values())} programs")
     with ThreadPoolExecutor(cores()) as pool:
-        prefills = {slots: pool.submit(_prefill, model, cache) for slots, cache in made.items()}
+        fills = {slots: pool.submit(_fill, model, cache) for slots, cache in made.items()}
         every = {
             slots: {size: pool.submit(_compiled, model, made[slots], *size) for size in each}
             for slots, each in sizes.items()
         }
         return {
             slots: _Programs(
-                prefills[slots].result(), {size: f.result() for size, f in every[slots].items()}
+                fills[slots].result(), {size: f.result() for size, f in every[slots].items()}
             )
             for slots in made
         }
@@ -142,7 +143,7 @@ def _curve(
     model: Model, cache: Cache, programs: _Programs, note: Callable[[str], None]
 ) -> Curve:  # fmt: skip
     slots = cache.slots
-    times = _round_ms(model, _filled(model, cache, programs.prefill), programs.rounds)
+    times = _round_ms(model, _filled(model, cache, programs.fill), programs.rounds)
     for (size, count), ms in times.items():
         what = f"with {size} drafts, {count} rows verified" if size else "without drafts"
         note(f"{slots} slots: {ms:.2f} ms {what}")
@@ -159,17 +160,22 @@ def _empty(model: Model, sizes: Sizes) -> Cache:
     return dataclasses.replace(cache, pages=pages)
 
 
-def _prefill(model: Model, cache: Cache) -> Callable[..., Any]:
-    rows = engine_programs.make_rows([], PREFILL_ROWS[-1])
-    return engine_programs.prefill_program.lower(
-        model.params, model.tables, rows, cache, _options(cache.slots), model.cfg, model.numerics
-    ).compile()
+def _fill_arguments(model: Model, cache: Cache, rows: Rows) -> tuple[Any, ...]:
+    """What the engine calls its program with where no prompt ends and nobody decodes."""
+    nobody, running = np.zeros(cache.slots, bool), engine_programs.idle(cache.slots, STOP_IDS)
+    options = _options(cache.slots)
+    return model.params, model.tables, rows, nobody, nobody, running, cache, options
 
 
-def _filled(model: Model, cache: Cache, prefill: Callable[..., Any]) -> Cache:
+def _fill(model: Model, cache: Cache) -> Callable[..., Any]:
+    given = _fill_arguments(model, cache, engine_programs.make_rows([], PREFILL_ROWS[-1]))
+    return engine_programs.fill_program.lower(*given, model.cfg, model.numerics).compile()
+
+
+def _filled(model: Model, cache: Cache, fill: Callable[..., Any]) -> Cache:
     """The cache with a prompt of random tokens in every slot; `cache` is used up."""
     rng = np.random.default_rng(0)
-    size, options = PREFILL_ROWS[-1], _options(cache.slots)
+    size = PREFILL_ROWS[-1]
     every = [
         (int(rng.integers(model.cfg.vocab_size)), slot, position)
         for slot in range(cache.slots)
@@ -177,7 +183,7 @@ def _filled(model: Model, cache: Cache, prefill: Callable[..., Any]) -> Cache:
     ]
     for start in range(0, len(every), size):
         rows = engine_programs.make_rows(every[start : start + size], size)
-        _, cache = prefill(model.params, model.tables, rows, cache, options)
+        *_, cache = fill(*_fill_arguments(model, cache, rows))
     return cache
 
 

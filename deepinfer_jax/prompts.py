@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from deepinfer_jax import strict_json
 from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.requests import Options, Request
 from deepinfer_jax.text import Tokenizer
@@ -177,7 +178,7 @@ def read_prompt_lines(name: str, lines: Iterable[str]) -> tuple[list[Mapping[str
         if not line.strip():
             continue
         try:
-            value = json.loads(line, object_pairs_hook=_once)
+            value = json.loads(line, object_pairs_hook=strict_json.once)
         except ValueError as error:
             raise ValueError(f"{name}:{number}: broken JSON: {error}") from None
         except RecursionError:
@@ -192,13 +193,3 @@ def read_prompt_lines(name: str, lines: Iterable[str]) -> tuple[list[Mapping[str
     if not prompts:
         raise ValueError(f'{name} holds no prompts: write one object a line, {{"prompt": "..."}}')
     return prompts, places
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object whose keys are all different; which of two values was meant cannot be known."""
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        keys = [key for key, _ in pairs]
-        twice = reprlib.repr(next(k for k in keys if keys.count(k) > 1))
-        raise ValueError(f"key {twice} appears twice")
-    return found

@@ -13,6 +13,7 @@ PACKAGE = "deepinfer_jax"
 # import for annotations only may). "" is the package's own __init__, the public names.
 ORDER = (
     "resources",
+    "strict_json",
     "validity",
     "config",
     "axes",

@@ -5,6 +5,7 @@ import functools
 import itertools
 import random
 
+import jax
 import numpy as np
 import pytest
 
@@ -97,11 +98,12 @@ def test_a_reply_is_that_of_the_transitions():
                             max_tokens=4, temperature=0.8)  # fmt: skip
     cache = di.init_cache(model.cfg, model.numerics, 1, SHORTEST_CAPACITY)
     sampling = di.make_sampling(1, 0.8, seeds=[request.seed])
+    prefill = jax.jit(di.prefill, static_argnames=("cfg", "numerics"))
     new, found = list(request.tokens), []
     for _ in range(4):
         start = int(cache.lengths[0])
         part = [(token, 0, start + i) for i, token in enumerate(new)]
-        sampled, cache = programs.prefill_program(
+        sampled, cache = prefill(
             model.params, model.tables, programs.make_rows(part, 32), cache, sampling,
             model.cfg, model.numerics,
         )  # fmt: skip

@@ -165,11 +165,11 @@ class Engine:
             unreported = sum(flight.most for flight in self._flights)
             step = self._scheduler.step(rounds * (move.size + 1), unreported)
             wait = step.idle and not self._flights
-            if wait and not self._structured.waiting:
+            if wait and not self._structured.compiling:
                 return
             try:
-                if not step.idle:
-                    yield from self._carry_out(step, move, rounds)
+                # Whoever reads may submit and cancel at every `yield`, but never within a step.
+                yield from [] if step.idle else self._carry_out(step, move, rounds)
                 # Masks follow from what was emitted: with a grammar at work nothing is ahead.
                 ahead = 0 if step.idle or self._ruled() else IN_FLIGHT
                 while len(self._flights) > ahead:
@@ -177,20 +177,22 @@ class Engine:
             except jax.errors.JaxRuntimeError as error:
                 yield from self._recover(step, error)
 
-    def _compiled(self, wait: bool) -> Iterator[Update]:
+    def _compiled(self, wait: bool) -> list[Update]:
         """Let requests be scheduled whose grammars are compiled; end those whose failed."""
+        ended = []
         for ready, error in self._structured.ready(wait):
             if error is None:
                 self._scheduler.submit(ready.job)
             else:
                 del self._works[ready.work.number]
-                yield Update(ready.work.number, "", 0, error=error)
+                ended.append(Update(ready.work.number, "", 0, error=error))
+        return ended
 
     def _ruled(self) -> list[int]:
         """Slots whose request has a grammar."""
         return [s for s, seat in enumerate(self._seats) if seat and seat.work.state is not None]
 
-    def _recover(self, step: Step, error: Exception) -> Iterator[Update]:
+    def _recover(self, step: Step, error: Exception) -> list[Update]:
         """The device failed: the requests whose prompts it was given end, all others start anew.
 
         Raises `error` where no prompt was to blame.
@@ -200,46 +202,46 @@ class Engine:
             raise error
         self._scheduler.restart()
         self._clear()
+        ended = []
         for work in sorted((self._works.pop(job) for job in blamed), key=lambda w: w.number):
             self._scheduler.cancel(work.number)
-            failed = RuntimeError(f"request {work.request.id!r}: the device failed at its prompt")
+            failed = RuntimeError(
+                f"request {work.request.id!r}: the device failed at its prompt: {error}"
+            )
             failed.__cause__ = error
-            yield Update(work.number, "", len(work.raw), error=failed)
+            ended.append(Update(work.number, "", len(work.raw), error=failed))
+        return ended
 
     # -- asking the device -------------------------------------------------------------------------
 
-    def _carry_out(self, step: Step, move: Move, rounds: int) -> Iterator[Update]:
+    def _carry_out(self, step: Step, move: Move, rounds: int) -> list[Update]:
+        """Ask the device for the step; the ends of requests that cannot go on."""
         for left in step.preempted:
             self._give_up(left.slot)
         self._enter(step)
-        ruled = set(self._ruled())
-        if ruled:  # the first of them may have come while others were on their way
-            while self._flights:
-                yield from self._land(self._flights.popleft())
+        ended = []
         if step.chunks:
-            yield from self._fill(step)
+            ended = self._fill(step)
         else:
+            ruled = set(self._ruled())
             free, bound = (
                 [slot for slot in step.decode if (slot in ruled) == side] for side in (False, True)
             )
             if free:
                 self._look(free, step.ahead, move, rounds)
             if bound:
-                yield from self._bound_look(bound, move)
+                ended = self._bound_look(bound, move)
         if step.saved:
-            slots, places = (
-                [getattr(s, name) for s in step.saved] for name in ("slot", "snapshot")
-            )
-            pad = self._sizes.slots - len(slots)
             self._kept = programs.take_program(
-                self._kept, self._cache, np.array(slots + [0] * pad, np.int32),
-                np.array(places + [self._sizes.snapshots] * pad, np.int32),
+                self._kept, self._cache, self._padded([s.slot for s in step.saved], 0),
+                self._padded([s.snapshot for s in step.saved], self._sizes.snapshots),
             )  # fmt: skip
+        return ended
 
     def _enter(self, step: Step) -> None:
         """New jobs into their slots, pages into tables; slots given up stop."""
         fresh = {seated.slot for seated in step.seated}
-        restored = [seated for seated in step.seated if seated.snapshot is not None]
+        restored = [(s.snapshot, s.slot) for s in step.seated if s.snapshot is not None]
         for seated in step.seated:
             work = self._works[seated.job]
             if math.isnan(work.admitted):
@@ -251,9 +253,8 @@ class Engine:
         if step.grants or self._stale:
             pages = jnp.asarray(self._table.copy())  # the table goes on changing
             self._cache = dataclasses.replace(self._cache, pages=pages)
-        changed = fresh | self._stale
+        changed, works = fresh | self._stale, self._working()
         if changed:
-            works = [seat.work if seat else None for seat in self._seats]
             self._running = programs.seat_program(
                 self._running, self._marked(changed),
                 np.array([work.left if work else 0 for work in works], np.int32),
@@ -261,17 +262,15 @@ class Engine:
             )  # fmt: skip
             self._stale.clear()
         if fresh:
-            works = [seat.work if seat else None for seat in self._seats]
             self._sampling = jax.device_put(sampling_of(works))
         if restored:
-            pad = self._sizes.slots - len(restored)
+            places, slots = map(list, zip(*restored, strict=True))
             self._cache = programs.restore_program(
-                self._cache, self._kept,
-                np.array([s.snapshot for s in restored] + [0] * pad, np.int32),
-                np.array([s.slot for s in restored] + [self._sizes.slots] * pad, np.int32),
+                self._cache, self._kept, self._padded(places, 0),
+                self._padded(slots, self._sizes.slots),
             )  # fmt: skip
 
-    def _fill(self, step: Step) -> Iterator[Update]:
+    def _fill(self, step: Step) -> list[Update]:
         """Prompt rows in as few calls as their sizes allow; the first has the decode rows too."""
         every = [
             (self._seat(chunk.slot).work.token(position), chunk.slot, position)
@@ -279,11 +278,11 @@ class Engine:
             for position in range(chunk.start, chunk.start + chunk.count)
         ]
         ends = {chunk.slot: chunk.start + chunk.count - 1 for chunk in step.chunks if chunk.last}
-        packed = None
-        if set(self._ruled()) & {*ends, *step.decode}:
-            looked = self._looked(np.zeros((self._sizes.slots, 0), np.int32))
-            yield from self._end(looked)
-            packed = looked.packed[:, 0]
+        packed, ended = None, []
+        sampling = {*ends, *step.decode}
+        if sampling & set(self._ruled()):
+            looked = self._looked(sampling, np.zeros((self._sizes.slots, 0), np.int32))
+            packed, ended = looked.packed[:, 0], self._end(looked)
         done, beside, model = 0, self._marked(step.decode), self._model
         while done < len(every):
             size = prefill_rows(len(every) - done)
@@ -298,6 +297,7 @@ class Engine:
             if complete or beside.any():
                 self._flights.append(_Flight(made, tuple(self._seats), 1))
             beside = self._marked(())
+        return ended
 
     def _look(self, slots: list[int], ahead: int, move: Move, rounds: int) -> None:
         """Some rounds of these slots; fewer where a free slot is waited for."""
@@ -315,26 +315,27 @@ class Engine:
         most = limit * (move.size + 1)
         self._flights.append(_Flight(made, tuple(self._seats), most, move, left))
 
-    def _bound_look(self, slots: list[int], move: Move) -> Iterator[Update]:
+    def _bound_look(self, slots: list[int], move: Move) -> list[Update]:
         """One round of these slots, whose tokens have to follow grammars."""
         model, active = self._model, self._running.active
         alone, b = self._alone(slots), self._sizes.slots
         drafts, confidence = np.zeros((b, 0), np.int32), np.zeros((b, 0), np.float32)
         if move.size:
-            first = self._looked(drafts).packed[:, 0]
+            first = self._looked(slots, drafts).packed[:, 0]
             proposed = programs.propose_program(
                 model.params, model.tables, alone, self._cache, self._sampling, first, model.cfg,
                 model.numerics, size=move.size,
             )  # fmt: skip
             drafts, confidence = jax.device_get(proposed)
-        looked = self._looked(drafts)
-        yield from self._end(looked)
+        looked = self._looked(slots, drafts)
+        ended = self._end(looked)
         made, self._running, self._cache = programs.settle_program(
             model.params, model.tables, alone, drafts, confidence, looked.legal, looked.packed,
             self._cache, self._sampling, model.cfg, model.numerics,
         )  # fmt: skip
         self._rejoin(alone, active)
         self._flights.append(_Flight(made, tuple(self._seats), move.size + 1))
+        return ended
 
     def _alone(self, slots: list[int]) -> Running:
         """What runs, but of all seats only those of `slots`."""
@@ -346,19 +347,23 @@ class Engine:
 
     def _rejoin(self, alone: Running, active: jax.Array) -> None:
         """Wake the slots that were left out of `alone`; `active` is what it was before."""
-        if alone is not self._running and alone.active is not active:
+        if alone.active is not active:
             awake = self._running.active | (active & ~alone.active)
             self._running = dataclasses.replace(self._running, active=awake)
 
-    def _looked(self, drafts: np.ndarray) -> Looked:
-        return self._structured.masks([seat.work if seat else None for seat in self._seats], drafts)
+    def _looked(self, slots: Collection[int], drafts: np.ndarray) -> Looked:
+        """Masks of these slots, along drafts [B, N]."""
+        works = [work if slot in slots else None for slot, work in enumerate(self._working())]
+        return self._structured.masks(works, drafts)
 
-    def _end(self, looked: Looked) -> Iterator[Update]:
+    def _end(self, looked: Looked) -> list[Update]:
         """End the requests that cannot go on under their grammars."""
+        ended = []
         for slot, error in looked.failures():
             work = self._seat(slot).work
             self._finish(slot)
-            yield Update(work.number, "", len(work.raw), error=error)
+            ended.append(Update(work.number, "", len(work.raw), error=error))
+        return ended
 
     # -- reading what came -------------------------------------------------------------------------
 
@@ -397,6 +402,14 @@ class Engine:
         self._seats[slot] = None
         self._table[slot] = -1
         self._stale.add(slot)
+
+    def _working(self) -> list[Work | None]:
+        """The request of every slot."""
+        return [seat.work if seat else None for seat in self._seats]
+
+    def _padded(self, numbers: list[int], rest: int) -> np.ndarray:
+        """[B] int32: `numbers` and then `rest`, so that one program serves any number of them."""
+        return np.array(numbers + [rest] * (self._sizes.slots - len(numbers)), np.int32)
 
     def _marked(self, slots: Collection[int]) -> np.ndarray:
         """[B] bool: whether a slot is one of these."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -23,10 +23,17 @@ def free_bytes() -> int | None:
     stats: Any = device.memory_stats() or {}
     if "bytes_limit" in stats:
         return stats["bytes_limit"] - stats["bytes_in_use"]
-    names = os.sysconf_names if device.platform == "cpu" else {}
-    if "SC_AVPHYS_PAGES" in names:
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return None
+    return _available() if device.platform == "cpu" else None
+
+
+def _available() -> int | None:
+    """What Linux could hand out, files that it keeps in memory included; None elsewhere."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return None
+    found = [line.split() for line in lines if line.startswith("MemAvailable:")]
+    return 1024 * int(found[0][1]) if found else None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -108,7 +108,6 @@ def seat(running: Running, fresh: jax.Array, left: jax.Array, stops: jax.Array) 
     )
 
 
-prefill_program = jax.jit(steps.prefill, static_argnames=_STATIC, donate_argnames="cache")
 fill_program = jax.jit(fill, static_argnames=_STATIC, donate_argnames="cache")
 decode_program = jax.jit(
     rounds.decode_many,
@@ -125,7 +124,9 @@ restore_program = jax.jit(snapshots.restore, donate_argnums=0)
 def idle(slots: int, stop_ids: int) -> Running:
     """No slot takes part."""
     nothing = jnp.zeros((slots,), jnp.int32)
-    return Running(nothing, jnp.zeros((slots,), bool), nothing, jnp.full((slots, stop_ids), -1))
+    return Running(
+        nothing, jnp.zeros((slots,), bool), nothing, jnp.full((slots, stop_ids), -1, jnp.int32)
+    )
 
 
 def make_rows(part: Sequence[tuple[int, int, int]], size: int) -> Rows:

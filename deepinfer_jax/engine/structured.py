@@ -15,7 +15,7 @@ from deepinfer_jax.scheduling import Job
 
 
 @dataclasses.dataclass(frozen=True)
-class Waiting:
+class Compiling:
     """A request whose grammar is being compiled, and its job once that is done."""
 
     work: Work
@@ -29,12 +29,12 @@ class Structured:
     def __init__(self, model: Model) -> None:
         self._model = model
         self._compiler: Compiler | None = None
-        self._waiting: list[Waiting] = []
+        self._compiling: list[Compiling] = []
 
     @property
-    def waiting(self) -> bool:
-        """Whether grammars are being compiled."""
-        return bool(self._waiting)
+    def compiling(self) -> bool:
+        """Whether requests wait for their grammars."""
+        return bool(self._compiling)
 
     def submit(self, work: Work, job: Job) -> None:
         """Begin to compile the request's grammar. Raises ImportError without llguidance."""
@@ -46,34 +46,36 @@ class Structured:
             )
             self._compiler = Compiler(vocabulary)
         ticket = self._compiler.submit(rule)
-        self._waiting.append(Waiting(work, job, ticket))
+        self._compiling.append(Compiling(work, job, ticket))
 
     def forget(self, number: int) -> bool:
         """Cancel a request that waits here; False where it does not."""
-        before = len(self._waiting)
-        self._waiting = [each for each in self._waiting if each.work.number != number]
-        return len(self._waiting) < before
+        before = len(self._compiling)
+        self._compiling = [each for each in self._compiling if each.work.number != number]
+        return len(self._compiling) < before
 
-    def ready(self, wait: bool) -> Iterator[tuple[Waiting, GrammarError | None]]:
+    def ready(self, wait: bool) -> list[tuple[Compiling, GrammarError | None]]:
         """Requests that may be scheduled, and those whose grammar failed, with the reason.
 
         `wait`: there is nothing else to do; the first of them is waited for.
         """
-        if wait and self._waiting:
-            self._waiting[0].ticket.wait()
-        for each in tuple(self._waiting):
+        if wait and self._compiling:
+            self._compiling[0].ticket.wait()
+        found, rest = [], []
+        for each in self._compiling:
             outcome = each.ticket.outcome()
             if outcome is None:
-                continue
-            self._waiting.remove(each)
-            if isinstance(outcome, GrammarError):
-                yield each, outcome
+                rest.append(each)
+            elif isinstance(outcome, GrammarError):
+                found.append((each, outcome))
             else:
                 each.work.state = grammar.start(outcome)
-                yield each, None
+                found.append((each, None))
+        self._compiling = rest
+        return found
 
     def masks(self, works: Sequence[Work | None], drafts: np.ndarray) -> Looked:
-        """Masks of the slots whose request has a grammar, along drafts [B, N]."""
+        """Masks of those `works`, one of every slot, that have a grammar, along drafts [B, N]."""
         assert self._compiler is not None, "no request has a grammar"
         looked = [
             grammar.masks(work.state, row) if work and work.state else None

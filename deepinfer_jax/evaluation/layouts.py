@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from deepinfer_jax.evaluation.texts import lettered
 from deepinfer_jax.prompts import read_prompt_lines
 
 Fields = Mapping[
@@ -81,11 +82,9 @@ def _aime(fields: Fields, name: str, seed: int) -> dict[str, Any]:
 def _gpqa(fields: Fields, name: str, seed: int) -> dict[str, Any]:
     texts = [fields[role].strip() for role in ("right", *_WRONG)]
     choices = shuffled(texts, name, seed)
-    lettered = list(zip(string.ascii_uppercase, choices, strict=False))
-    listed = "\n".join(f"{letter}. {text}" for letter, text in lettered)
     return {
         "id": name,
-        "prompt": _LETTER.format(question=fields["question"].strip(), choices=listed),
+        "prompt": _LETTER.format(question=fields["question"].strip(), choices=lettered(choices)),
         "answer": string.ascii_uppercase[choices.index(texts[0])],
         "settings": {"choices": choices},
     }

@@ -12,6 +12,7 @@ from typing import Any
 
 from deepinfer_jax import resources
 from deepinfer_jax.evaluation import tasks
+from deepinfer_jax.evaluation.texts import lettered
 from deepinfer_jax.training import corpus
 from deepinfer_jax.training.corpus import Example
 from deepinfer_jax.training.corpus.draw import Draw
@@ -65,11 +66,9 @@ def _choices(seed: int) -> list[dict[str, Any]]:
             continue
         others = sorted({a for q, a in facts.items() if q.startswith(kind)} - {right})
         choices = draw.some([right, *draw.some(others, _CHOICES - 1)], _CHOICES)
-        lettered = zip(string.ascii_uppercase, choices, strict=False)
-        listed = "\n".join(f"{letter}. {text}" for letter, text in lettered)
         items.append(
             {
-                "prompt": _CHOOSE.format(question=question, choices=listed),
+                "prompt": _CHOOSE.format(question=question, choices=lettered(choices)),
                 "answer": string.ascii_uppercase[choices.index(right)],
                 "settings": {"choices": choices},
             }

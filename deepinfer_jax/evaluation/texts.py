@@ -63,6 +63,12 @@ class Exact:
         return differs(texts[0], reply.strip())
 
 
+def lettered(choices: Sequence[str]) -> str:
+    """Lines "A. ..." of the choices, as a question lists them."""
+    pairs = zip(string.ascii_uppercase, choices, strict=False)
+    return "\n".join(f"{letter}. {text}" for letter, text in pairs)
+
+
 _WRAP = r"(?:\\(?:text|textbf|mathbf|mathrm)\{){0,2}"
 _END = r"(?![A-Za-z0-9'])"
 # "Answer: B", "the answer is (B)", "\boxed{\text{B}}". Repetitions are bounded: linear in a reply.

@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import reprlib
+from collections.abc import Callable
 from typing import Any
 
+from deepinfer_jax import strict_json
 from deepinfer_jax.evaluation import schemas
 from deepinfer_jax.evaluation.verdicts import RIGHT, Verdict, wrong
 
@@ -27,24 +29,13 @@ def read(reply: str) -> Any:
 
 def _parse(text: str) -> Any:
     try:
-        return json.loads(text, object_pairs_hook=_once, parse_constant=_no_constant)
+        return json.loads(
+            text, object_pairs_hook=strict_json.once, parse_constant=strict_json.no_constant
+        )
     except json.JSONDecodeError as error:
         raise ValueError(f"not JSON: {error.msg} at character {error.pos}") from None
     except RecursionError:
         raise ValueError("nested too deep") from None
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in found:
-            raise ValueError(f"key {reprlib.repr(key)} comes twice")
-        found[key] = value
-    return found
-
-
-def _no_constant(name: str) -> Any:
-    raise ValueError(f"{name} is not JSON")
 
 
 def _last_block(text: str) -> str | None:
@@ -54,6 +45,16 @@ def _last_block(text: str) -> str | None:
     block = parts[-2] if len(parts) % 2 else parts[-3]
     first, newline, rest = block.partition("\n")
     return rest if newline and first.strip().lower() in ("", "json") else block
+
+
+def _judged(reply: str, fault: Callable[[Any, Any], str | None], answer: Any) -> Verdict:
+    """Wrong where the reply is no JSON, or has a fault beside the answer."""
+    try:
+        found = read(reply)
+    except ValueError as error:
+        return wrong(str(error))
+    said = fault(found, answer)
+    return RIGHT if said is None else wrong(said)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -75,12 +76,7 @@ class Json:
 
     def __call__(self, reply: str) -> Verdict:
         """The verdict on a reply."""
-        try:
-            found = read(reply)
-        except ValueError as error:
-            return wrong(str(error))
-        difference = schemas.difference(found, self.answer)
-        return RIGHT if difference is None else wrong(difference)
+        return _judged(reply, schemas.difference, self.answer)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -94,9 +90,4 @@ class JsonSchema:
 
     def __call__(self, reply: str) -> Verdict:
         """The verdict on a reply."""
-        try:
-            found = read(reply)
-        except ValueError as error:
-            return wrong(str(error))
-        violation = schemas.violation(found, self.answer)
-        return RIGHT if violation is None else wrong(violation)
+        return _judged(reply, schemas.violation, self.answer)

@@ -8,6 +8,8 @@ import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, get_args
 
+from deepinfer_jax import strict_json
+
 Kind = Literal["json", "regex", "ebnf"]
 _SO_ARGS = ("schema_type", "schema", "trigger_token_ids", "bound_token_id")
 
@@ -142,7 +144,9 @@ def _json_schema(schema: object) -> str:
         )
     try:
         if isinstance(schema, str):
-            schema = json.loads(schema, object_pairs_hook=_once, parse_constant=_refuse)
+            schema = json.loads(
+                schema, object_pairs_hook=strict_json.once, parse_constant=strict_json.no_constant
+            )
         text = json.dumps(schema, separators=(",", ":"), allow_nan=False, default=_mapping)
     except (TypeError, ValueError) as error:
         raise ValueError(
@@ -153,18 +157,6 @@ def _json_schema(schema: object) -> str:
     if not isinstance(schema, Mapping | bool):
         raise ValueError(f"schema must be a JSON object or boolean, got {reprlib.repr(schema)}")
     return text
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        keys = [key for key, _ in pairs]
-        raise ValueError(f"key {next(k for k in keys if keys.count(k) > 1)!r} appears twice")
-    return found
-
-
-def _refuse(constant: str) -> Any:
-    raise ValueError(f"{constant} is no JSON number")
 
 
 def _mapping(value: object) -> dict[str, Any]:

@@ -183,9 +183,10 @@ def losses(
     total = (
         objective.cross_entropy * cross
         + objective.distance * distance
-        + objective.coupled * jnp.sum(share * (1 - together))
         + objective.confidence * confidence
     )
+    if objective.coupled:  # its gradient sorts the vocabulary
+        total = total + objective.coupled * jnp.sum(share * (1 - together))
     rows = jnp.sum(valid, axis=0) + 1e-6
     same = (jnp.argmax(target, axis=-1) == jnp.argmax(made.logits, axis=-1)).astype(jnp.float32)
     report = Report(

@@ -16,7 +16,7 @@ import functools
 import math
 import pathlib
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -52,16 +52,22 @@ class Lesson:
     reply: tuple[int, ...]
 
 
-def lessons(model: Model, requests: Sequence[Request], batch_size: int) -> Iterator[Lesson]:
-    """The model's replies to requests, in the order in which they end."""
+def lessons(model: Model, requests: Sequence[Request], batch_size: int) -> list[Lesson]:
+    """The model's replies to requests, in the order of these, whatever the batch.
+
+    Raises what ended a request without a reply.
+    """
+    replies: dict[int, tuple[int, ...]] = {}
     for update in generation.updates(model, requests, batch_size=batch_size):
+        if update.error:
+            raise update.error
         if update.result:
-            yield Lesson(requests[update.index].tokens, update.result.tokens)
+            replies[update.index] = update.result.tokens
+    return [Lesson(request.tokens, replies[i]) for i, request in enumerate(requests)]
 
 
-def padded(found: Iterable[Lesson], multiple: int = 1) -> draft.Sequences:
+def padded(found: Sequence[Lesson], multiple: int = 1) -> draft.Sequences:
     """All lessons as arrays, padded to the longest, rounded up to a `multiple` of tokens."""
-    found = list(found)
     lengths = np.array([len(each.prompt) + len(each.reply) for each in found], np.int32)
     tokens = np.zeros((len(found), -(-lengths.max() // multiple) * multiple), np.int32)
     answer = np.zeros(tokens.shape, bool)

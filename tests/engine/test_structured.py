@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -114,6 +115,50 @@ def test_generate_raises_what_ended_a_request_after_the_others():
     with pytest.raises(GrammarError) as caught:
         di.generate(tiny_model.model(), [prompt])
     assert "0 of 1 requests have results" in caught.value.__notes__[0]
+
+
+def nonsense(count: int) -> list:
+    """Requests whose grammars cannot be compiled; no program runs for them."""
+    model = tiny_model.model()
+    prompts = [
+        {"tokens": [5, 6, 7], "grammar": {"kind": "regex", "schema": f"({n}"}} for n in range(count)
+    ]
+    return make_requests(
+        prompts, Options(max_tokens=9), model.tokenizer, model.cfg, model.max_length
+    )
+
+
+def test_whoever_reads_may_cancel_what_fails_together():
+    """All have failed when the first is told; the cancelled ones may or may not be heard of."""
+    running, heard = Engine(tiny_model.model(), SIZES), []
+    numbers = {running.submit(request) for request in nonsense(5)}
+    for update in running.updates():
+        heard.append(update.index)
+        rest = numbers - {*heard}
+        if len(heard) == 1:
+            with contextlib.suppress(ValueError):
+                running.cancel(max(rest))
+    assert {*heard} | {max(numbers - {heard[0]})} == numbers
+    assert len(heard) == len({*heard})
+
+
+@pytest.mark.slow
+def test_whoever_reads_may_cancel_at_every_update():
+    """Beside grammars, of which one fails; what is left has its bits."""
+    running, found, gone = Engine(tiny_model.model(), SIZES, policy=planning.Fixed(2)), {}, set()
+    numbers = [running.submit(request) for request in requests()]
+    for update in running.updates():
+        assert update.index not in gone
+        if update.result:
+            found[update.index] = update.result
+        if update.index in (1, 2, 6) and update.result is None and len(gone) < 3:
+            victim = {1: 4, 2: 5, 6: 7}[update.index]
+            if victim not in gone and victim not in found:
+                running.cancel(victim)
+                gone.add(victim)
+    assert gone
+    assert found.keys() == set(numbers) - gone - {3}
+    assert all(result == plain()[0][number] for number, result in found.items())
 
 
 def test_a_request_that_is_compiling_can_be_cancelled():
