@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import platform
@@ -42,6 +43,14 @@ def versions() -> dict[str, str]:
         "deepinfer-jax": deepinfer_jax.__version__,
         "commit": os.environ.get("COMMIT") or commit or "unknown",  # a copy has no history
     }
+
+
+def weights(folder: Path) -> str:
+    """Sixteen hex digits that name the tensors of a model's folder."""
+    digest = hashlib.sha256()
+    for path in sorted(folder.glob("*.safetensors")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def write_result(

@@ -21,10 +21,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from environment import machine, write_result
+from environment import machine, weights, write_result
 
 import deepinfer_jax as di
-from deepinfer_jax import planning, profiling
+from deepinfer_jax import loading, planning, profiling
 from deepinfer_jax.training import corpus, dataset
 
 
@@ -55,11 +55,9 @@ def policies(
 
 
 def measure(
-    model: di.Model, asked: list[dict], batch: int, table: planning.CostTable,
-    fixed: list[int], repeats: int,
-) -> dict[str, Any]:  # fmt: skip
+    model: di.Model, asked: list[dict], batch: int, chosen: dict[str, planning.Policy], repeats: int
+) -> dict[str, Any]:
     """Every policy `repeats` times in turns, after one discarded turn of all at once."""
-    chosen = policies(model, table, fixed)
     seconds: dict[str, list[float]] = {name: [] for name in chosen}
     made: dict[str, list[di.Result]] = {}
 
@@ -107,6 +105,7 @@ def main() -> int:
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 64])
     parser.add_argument("--fixed", type=int, nargs="*", default=[1, 2, 3, 4, 5])
     parser.add_argument("--each", type=int, default=3, help="prompts for every slot")
+    parser.add_argument("--least", type=int, default=24, help="prompts, however few the slots")
     parser.add_argument("--new", type=int, default=96, help="most tokens of a reply")
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0])
     parser.add_argument("--repeats", type=int, default=5)
@@ -119,26 +118,28 @@ def main() -> int:
         hardware=profiling.hardware(),
         numerics=model.numerics.fingerprint(),
     )
-    found = []
+    settings = {
+        "name": "spark-tiny", "weights": weights(loading.find_folder("spark-tiny")),
+        "numerics": model.numerics.fingerprint(),
+        "table": [dataclasses.asdict(curve) for curve in table.curves],
+        "temperatures_of_confidence": model.confidence_temperatures,
+        **{name: getattr(given, name) for name in ("each", "least", "new", "repeats")},
+    }  # fmt: skip
+    found, chosen = [], policies(model, table, given.fixed)
     for batch in given.batches:
         for temperature in given.temperatures:
-            asked = prompts(max(given.each * batch, 24), temperature, given.new)
-            one = measure(model, asked, batch, table, given.fixed, given.repeats)
+            asked = prompts(max(given.each * batch, given.least), temperature, given.new)
+            one = measure(model, asked, batch, chosen, given.repeats)
             found.append({"batch": batch, "temperature": temperature, "prompts": len(asked), **one})
             print(f"batch {batch}, temperature {temperature}: regret {one['planner_regret']:.3f}")
             for name, row in one["policies"].items():
                 print(f"  {name:14}{row['tokens_per_s']:9.1f} tokens/s {row['over_off']:6.2f} "
                       f"{row['tokens_per_pass']:6.2f} a pass, {row['wasted_rows']} rows wasted",
                       flush=True)  # fmt: skip
-    settings = {
-        "name": "spark-tiny", "numerics": model.numerics.fingerprint(),
-        "table": [dataclasses.asdict(curve) for curve in table.curves],
-        "temperatures_of_confidence": model.confidence_temperatures,
-        **{name: getattr(given, name) for name in ("each", "new", "repeats")},
-    }  # fmt: skip
-    path = write_result(
-        "speculation", given.machine, __doc__, settings, {"results": found}, given.out, start
-    )
+            path = write_result(  # what there is, should the rest not come to its end
+                "speculation", given.machine, __doc__, settings, {"results": found}, given.out,
+                start,
+            )  # fmt: skip
     print(path)
     every = [row for one in found for row in one["policies"].values()]
     return 0 if all(row["equal_to_off"] for row in every) else 1

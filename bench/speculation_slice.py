@@ -30,7 +30,6 @@ import deepinfer_jax as di
 from deepinfer_jax import params, planning, profiling, quant, resources, rounds, tables
 from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.numerics import Numerics, rows_for
-from deepinfer_jax.planning.policies import Move
 
 LENGTH = 4096
 LOOK = 16  # rounds between looks of the host
@@ -127,7 +126,7 @@ def played(policy: planning.Policy, curve: planning.Curve, block: int, mean: flo
             p = rng.beta(CALM * mean, CALM * (1 - mean), (slots, block))
             p = np.clip(p, 1e-6, 1 - 1e-6).astype(np.float32)
             confidence = np.log(p / (1 - p))
-            lengths = _lengths(move, confidence, most)
+            lengths = np.asarray(_lengths(move.schedule, confidence, most, np.int32(move.rows)))
             hits = np.cumprod(rng.random((slots, block)) < p, axis=1).sum(axis=1)
             accepted = np.minimum(hits, lengths)
             spent += round_ms(curve, move.rows, move.size)
@@ -143,18 +142,39 @@ def played(policy: planning.Policy, curve: planning.Curve, block: int, mean: flo
     }
 
 
-def _lengths(move: Move, confidence: np.ndarray, most: np.ndarray) -> np.ndarray:
-    """Drafts that the round verifies, as `rounds.speculate` cuts them."""
-    slots = len(most)
-    if not move.size:
-        return np.zeros(slots, np.int64)
-    asked = _asked(move.schedule, confidence, most, np.int32(move.rows - slots))
-    return np.asarray(rounds.fitting(asked, jnp.asarray(most), move.rows))
-
-
 @jax.jit
-def _asked(schedule: planning.Schedule, confidence: Any, most: Any, room: Any) -> jax.Array:
-    return schedule.lengths(confidence, most, room)
+def _lengths(schedule: planning.Schedule, confidence: Any, most: Any, rows: Any) -> jax.Array:
+    """Drafts that a round of `rows` rows verifies, as `rounds.speculate` cuts them."""
+    asked = schedule.lengths(confidence, most, rows - most.shape[0])
+    return rounds.fitting(asked, most, rows)
+
+
+def simulated(table: planning.CostTable, block: int, tokens: int) -> list[dict[str, Any]]:
+    """Every policy on every text with the times of `table`, by its numbers of slots."""
+    heat = (1.0,) * block  # confidences are the probabilities
+    policies: dict[str, planning.Policy] = {
+        "off": planning.OFF,
+        **{f"fixed {n}": planning.Fixed(n) for n in FIXED if n <= block},
+        "threshold 0.5": planning.Threshold(0.5, heat),
+        "planner": planning.Planner(table, heat),
+    }
+    found = []
+    for curve in table.curves:
+        for text, mean in TEXTS.items():
+            rows = {
+                name: played(policy, curve, block, mean, tokens, seed=1)
+                for name, policy in policies.items()
+            }
+            for row in rows.values():
+                row["over_off"] = row["tokens_per_s"] / rows["off"]["tokens_per_s"]
+            best = max(rows[n]["tokens_per_s"] for n in rows if n.startswith(("off", "fixed")))
+            regret = 1 - rows["planner"]["tokens_per_s"] / best
+            found.append(
+                {"slots": curve.slots, "text": text, "policies": rows, "planner_regret": regret}
+            )
+            shown = ", ".join(f"{name} {row['over_off']:.2f}" for name, row in rows.items())
+            print(f"{curve.slots} slots, {text}: {shown}; regret {regret:.3f}", flush=True)
+    return found
 
 
 def main() -> None:
@@ -168,29 +188,8 @@ def main() -> None:
     start, model = machine(), sliced(given.small)
     stored = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(model.params))
     table = profiling.measure(model, given.slots, lambda text: print(text, flush=True))
-    block, heat = model.cfg.most_drafts, model.confidence_temperatures
-    policies: dict[str, planning.Policy] = {
-        "off": planning.OFF,
-        **{f"fixed {n}": planning.Fixed(n) for n in FIXED},
-        "threshold 0.5": planning.Threshold(0.5, heat),
-        "planner": planning.Planner(table, heat),
-    }
-    found = []
-    for curve in table.curves:
-        for text, mean in TEXTS.items():
-            rows = {
-                name: played(policy, curve, block, mean, given.tokens, seed=1)
-                for name, policy in policies.items()
-            }
-            for row in rows.values():
-                row["over_off"] = row["tokens_per_s"] / rows["off"]["tokens_per_s"]
-            best = max(rows[n]["tokens_per_s"] for n in rows if n.startswith(("off", "fixed")))
-            regret = 1 - rows["planner"]["tokens_per_s"] / best
-            found.append(
-                {"slots": curve.slots, "text": text, "policies": rows, "planner_regret": regret}
-            )
-            shown = ", ".join(f"{name} {row['over_off']:.2f}" for name, row in rows.items())
-            print(f"{curve.slots} slots, {text}: {shown}; regret {regret:.3f}", flush=True)
+    with jax.default_device(jax.devices("cpu")[0]):  # many small calls
+        found = simulated(table, model.cfg.most_drafts, given.tokens)
     settings = {
         "layers": model.cfg.num_hidden_layers, "hidden": model.cfg.hidden_size,
         "experts": model.cfg.n_routed_experts, "bytes": stored,

@@ -19,6 +19,7 @@ from deepinfer_jax.planning.schedules import Confident, Fill, Lengths, Schedule,
 from deepinfer_jax.planning.threshold import TauRamp, tau_for
 
 LOOK_ROUNDS = 4  # rounds that tell whether the drafter is worth asking
+FREE = 1.05  # more rows than the fewest cost a look nothing while they take at most so many times
 # Rounds without drafts before it is asked again: few at first, more while it stays useless.
 FIRST_PATIENCE, LAST_PATIENCE = 64, 1024
 
@@ -153,11 +154,11 @@ class Planner(Policy):
     def move(self, memory: Memory, running: int) -> Move:
         """The best size; a look at the drafter when it has long not been asked."""
         fill = Fill(np.asarray(self.temperatures, np.float32))
-        look = Move(memory.block, memory.slots, fill, LOOK_ROUNDS)
         if memory.rows is not None:
             return Move(memory.block, memory.rows, fill)
         if memory.survivals is None or memory.plain >= memory.patience:
-            return look
+            rows = look_rows(curve_for(self.table, memory.slots))
+            return Move(memory.block, rows, fill, LOOK_ROUNDS)
         return Move(0, memory.slots, Lengths(np.int32(0)))
 
     def learn(self, memory: Memory, move: Move, confidence: np.ndarray, most: np.ndarray) -> Memory:
@@ -177,6 +178,14 @@ class Planner(Policy):
         else:
             patience = memory.patience
         return dataclasses.replace(memory, survivals=seen, rows=rows, plain=0, patience=patience)
+
+
+def look_rows(curve: Curve) -> int:
+    """Verification size of rounds that are to tell whether drafts are worth it: the fewest rows,
+    or more where these take no longer, so that good drafts are not lost meanwhile.
+    """
+    times = np.maximum.accumulate(curve.ms)
+    return curve.rows[int(np.count_nonzero(times <= FREE * times[0])) - 1]
 
 
 def best_rows(survivals: np.ndarray, curve: Curve) -> int | None:

@@ -26,6 +26,19 @@ def write(values: Params, cfg: ModelConfig, folder: pathlib.Path) -> None:
     checkpoint.save_params(jax.device_get(stored), cfg, folder, max_shard_bytes=SHARD_BYTES)
 
 
+def write_drafter(
+    model: pathlib.Path, drafter: Params, cfg: ModelConfig, folder: pathlib.Path,
+    shard_bytes: int = 5 << 30,
+) -> None:  # fmt: skip
+    """Write the checkpoint of the folder `model` with the drafter of the masters `drafter`.
+
+    All other tensors are those of `model` in every bit. Raises FileExistsError as `write` does.
+    """
+    stored = jax.jit(functools.partial(masters.stored, cfg=cfg, part="draft"))(drafter)
+    kept = checkpoint.load_params(model, cfg)
+    checkpoint.save_params({**kept, "draft": stored}, cfg, folder, max_shard_bytes=shard_bytes)
+
+
 def copy_text(folder: pathlib.Path) -> None:
     """Put the shipped tokenizer and its token map beside the weights: a folder that loads."""
     for name in TEXT_FILES:

@@ -22,12 +22,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from deepinfer_jax import checkpoint, generation, loading, params, prompts
+from deepinfer_jax import generation, loading, params, prompts
 from deepinfer_jax.loading import Model
 from deepinfer_jax.params import Params
 from deepinfer_jax.planning.calibration import TEMPERATURES_FILE
 from deepinfer_jax.requests import Options, Request
-from deepinfer_jax.training import draft, masters, optimizer, run
+from deepinfer_jax.training import draft, export, masters, optimizer, run
 
 LOG_EVERY = 20  # steps
 
@@ -113,9 +113,7 @@ def write(folder: pathlib.Path, model: Model, drafter: Params, out: pathlib.Path
 
     Temperatures fitted to the former drafter's confidences stay behind.
     """
-    stored = jax.jit(functools.partial(masters.stored, cfg=model.cfg, part="draft"))(drafter)
-    kept = checkpoint.load_params(folder, model.cfg)
-    checkpoint.save_params({**kept, "draft": stored}, model.cfg, out)
+    export.write_drafter(folder, drafter, model.cfg, out)
     left = {path.name for path in out.iterdir()} | {TEMPERATURES_FILE}
     for path in sorted(folder.iterdir()):
         weights = path.name.startswith("model") and ".safetensors" in path.name

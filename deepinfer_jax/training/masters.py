@@ -150,6 +150,11 @@ def save(masters: Params, folder: pathlib.Path) -> None:
         np.savez(folder / f"masters-{number}.npz", **content)
 
 
+def saved(folder: pathlib.Path) -> bool:
+    """Whether `folder` holds masters that `load` can read."""
+    return (folder / "masters-0.npz").is_file()
+
+
 def load(folder: pathlib.Path, cfg: ModelConfig) -> Params:
     """Masters that `save` wrote, as float32."""
     content: dict[str, np.ndarray] = {}

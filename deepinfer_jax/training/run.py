@@ -1,8 +1,9 @@
 """Trains a preset from nothing and writes a model folder.
 
 `python -m deepinfer_jax.training.run --preset spark-tiny --out DIR` runs both stages and exports;
-with `--stage backbone` or `--stage draft` one of them, the second from `--resume DIR`. Equal
-arguments on equal machines give equal models, up to the accelerator's own order of sums.
+with `--stage backbone` or `--stage draft` one of them, the second from `--resume DIR`: the masters
+of a former run, or a model, of which every other tensor is then kept in every bit. Equal arguments
+on equal machines give equal models, up to the accelerator's own order of sums.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from deepinfer_jax import resources, tables
+from deepinfer_jax import checkpoint, loading, params, resources, tables
 from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.params import Params
 from deepinfer_jax.tables import Tables
@@ -272,8 +273,10 @@ def main() -> None:
     parser.add_argument("--preset", choices=("spark-tiny", "tiny-s"), default="spark-tiny")
     parser.add_argument("--out", type=pathlib.Path, required=True, help="folder to write")
     parser.add_argument(
-        "--resume", type=pathlib.Path, help="masters of a former run; moments start anew"
-    )
+        "--resume", help="folder with the masters of a former run, or a model (folder or shipped "
+        "name); moments start anew",
+    )  # fmt: skip
+    parser.add_argument("--fresh", action="store_true", help="forget the drafter that is there")
     parser.add_argument("--stage", choices=("both", "backbone", "draft"), default="both")
     parser.add_argument("--tokens", type=int, default=257_000_000, help="of both stages")
     parser.add_argument("--rows", type=int, default=64, help="sequences a step")
@@ -289,8 +292,24 @@ def main() -> None:
         )  # fmt: skip
     options = parser.parse_args()
     if options.stage == "draft" and options.resume is None:
-        parser.error("--stage draft needs --resume FOLDER with the masters of stage 1")
+        parser.error("--stage draft needs --resume FOLDER with the masters of stage 1, or a model")
     train(options)
+
+
+def starting_values(
+    options: argparse.Namespace, cfg: ModelConfig
+) -> tuple[Params, pathlib.Path | None]:
+    """Masters to begin with, and the folder of the model that they were read from, if any was."""
+    if options.resume is None:
+        return masters.init(options.seed, cfg), None
+    folder = loading.find_folder(options.resume)
+    if masters.saved(folder):
+        values, model = masters.load(folder, cfg), None
+    else:
+        values, model = params.widen(checkpoint.load_params(folder, cfg)), folder
+    if options.fresh:
+        values = {**values, "draft": masters.init(options.seed, cfg)["draft"]}
+    return values, model
 
 
 def train(options: argparse.Namespace) -> None:
@@ -300,8 +319,7 @@ def train(options: argparse.Namespace) -> None:
     plan = Plan(options.tokens, options.rows, options.peak, options.seed)
     objective = draft.OBJECTIVES[options.objective]
     programs = start_programs(cfg, table, plan, options.stage, objective)
-    resumed = options.resume is not None
-    values = masters.load(options.resume, cfg) if resumed else masters.init(plan.seed, cfg)
+    values, model = starting_values(options, cfg)
     with tempfile.TemporaryDirectory() as scratch:
         stream = Stream(plan.seed, plan.tokens, plan.context, pathlib.Path(scratch))
         if options.stage != "draft":
@@ -314,7 +332,10 @@ def train(options: argparse.Namespace) -> None:
             log = options.out / "draft.jsonl"
             values = run_draft(values, cfg, stream, table, programs, plan, log, options.draft_until)
             masters.save(values, options.out)
-    export.write(values, cfg, options.out)
+    if options.stage == "draft" and model is not None:
+        export.write_drafter(model, values["draft"], cfg, options.out, export.SHARD_BYTES)
+    else:
+        export.write(values, cfg, options.out)
     export.copy_text(options.out)
     print(f"wrote {options.out}", flush=True)
 

@@ -16,6 +16,7 @@ from deepinfer_jax.planning.policies import (
     LAST_PATIENCE,
     LOOK_ROUNDS,
     best_rows,
+    look_rows,
 )
 
 SLOTS, BLOCK = 3, 4
@@ -114,6 +115,14 @@ def test_the_planner_looks_first_and_then_decides():
     assert (look.size, look.rows, look.rounds) == (BLOCK, SLOTS, LOOK_ROUNDS)
     assert (first.size, first.rows, first.rounds) == (BLOCK, 15, None)
     assert (second.size, second.rows) == (BLOCK, 6)
+
+
+@pytest.mark.parametrize(
+    ("ms", "rows"), [((12.0, 14.0, 24.0), 3), ((12.0, 12.5, 24.0), 6), ((12.0, 9.0, 12.1), 15)]
+)
+def test_a_look_takes_the_rows_that_are_free(ms, rows):
+    """A larger size measured faster is noise."""
+    assert look_rows(Curve(SLOTS, (3, 6, 15), ms, 10.0)) == rows
 
 
 def test_a_useless_drafter_is_asked_ever_more_rarely():

@@ -4,11 +4,13 @@ import argparse
 import dataclasses
 import functools
 import json
+import shutil
 
+import jax
 import numpy as np
 import pytest
 
-from deepinfer_jax import loading, resources, tables
+from deepinfer_jax import checkpoint, loading, resources, tables
 from deepinfer_jax.training import dataset, run, stream
 from tests.training.small_training import CONFIG
 
@@ -52,7 +54,7 @@ def test_a_run_writes_a_folder_that_loads(tmp_path, monkeypatch):
     monkeypatch.setattr(run, "load_preset", lambda _: (cfg, table))
     monkeypatch.setattr(run, "Plan", functools.partial(run.Plan, context=CONTEXT))
     options = argparse.Namespace(
-        preset="spark-tiny", out=tmp_path / "out", resume=None, stage="both", rows=1,
+        preset="spark-tiny", out=tmp_path / "out", resume=None, fresh=False, stage="both", rows=1,
         tokens=16 * CONTEXT, peak=3e-3, seed=1, objective="coupled",
         backbone_until=np.inf, draft_until=np.inf,
     )  # fmt: skip
@@ -62,3 +64,17 @@ def test_a_run_writes_a_folder_that_loads(tmp_path, monkeypatch):
     for name, fields in (("backbone", "loss answer load"), ("draft", "loss acceptance")):
         lines = (options.out / f"{name}.jsonl").read_text("utf-8").splitlines()
         assert set(fields.split()) <= set(json.loads(lines[-1])), name
+    _exchange_heads(options, tmp_path / "copy")
+
+
+def _exchange_heads(options, copy):
+    """Stage 2 on the model that was written: new heads, and nothing else is new."""
+    shutil.copytree(options.out, copy, ignore=shutil.ignore_patterns("masters-*"))
+    again = argparse.Namespace(**vars(options))
+    again.resume, again.fresh, again.stage, again.out = copy, True, "draft", copy / "out"
+    run.train(again)
+    cfg = loading.load(copy).cfg
+    before, after = (checkpoint.load_params(folder, cfg) for folder in (copy, again.out))
+    equal = jax.tree.map(lambda x, y: bool((x == y).all()), before, after)
+    assert not all(jax.tree.leaves(equal.pop("draft")))
+    assert all(jax.tree.leaves(equal))
