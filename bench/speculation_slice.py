@@ -34,7 +34,7 @@ from deepinfer_jax.numerics import Numerics, rows_for
 LENGTH = 4096
 LOOK = 16  # rounds between looks of the host
 TEXTS = {"easy": 0.95, "mixed": 0.7, "hard": 0.1}  # mean probability that a draft is right
-FIXED = (1, 2, 3, 5)  # the sizes that are measured
+FIXED = (1, 3, 5)  # the sizes that are measured
 CALM = 4.0  # of the beta distribution it is drawn from
 
 
@@ -90,8 +90,10 @@ def random_weights(cfg: ModelConfig) -> params.Params:
     return jax.tree.map(one, params.abstract(cfg), is_leaf=params.is_weight)
 
 
-def sliced(small: bool) -> di.Model:
-    """The model; it has no tokenizer, since nothing is read or written."""
+def sliced(small: bool, weights: bool = True) -> di.Model:
+    """The model; it has no tokenizer, since nothing is read or written. Without `weights` there are
+    their shapes and types only.
+    """
     cfg = slice_config(small)
     token_map = np.arange(cfg.vocab_size, dtype=np.int32) % cfg.engram_compressed_vocab_size
     nothing: Any = None
@@ -99,7 +101,7 @@ def sliced(small: bool) -> di.Model:
         name="slice",
         cfg=cfg,
         numerics=Numerics.native(cfg.quantized, rows_for(jax.default_backend())),
-        params=random_weights(cfg),
+        params=random_weights(cfg) if weights else jax.eval_shape(lambda: random_weights(cfg)),
         tables=tables.make_tables(cfg, token_map, min(LENGTH, cfg.max_position_embeddings)),
         tokenizer=nothing,
         confidence_temperatures=(1.0,) * cfg.most_drafts,
@@ -149,6 +151,19 @@ def _lengths(schedule: planning.Schedule, confidence: Any, most: Any, rows: Any)
     return rounds.fitting(asked, most, rows)
 
 
+def measured(small: bool, slots: list[int], file: Path | None) -> planning.CostTable:
+    """Times by slots, those that `file` has from there; it is given the others."""
+    known = planning.read_table(file) if file is not None and file.is_file() else None
+    missing = sorted(set(slots) - {curve.slots for curve in (known.curves if known else ())})
+    if known and not missing:
+        return known
+    table = profiling.measure(sliced(small), missing, lambda text: print(text, flush=True))
+    table = planning.merged(table, known) if known else table
+    if file is not None:
+        planning.save_table(file, table)
+    return table
+
+
 def simulated(table: planning.CostTable, block: int, tokens: int) -> list[dict[str, Any]]:
     """Every policy on every text with the times of `table`, by its numbers of slots."""
     heat = (1.0,) * block  # confidences are the probabilities
@@ -181,13 +196,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--machine", default="local", help="short name for the result file")
     parser.add_argument("--slots", type=int, nargs="+", default=[1, 16, 64, 256])
+    parser.add_argument("--table", type=Path, help="file that keeps the measured times")
     parser.add_argument("--tokens", type=int, default=2000, help="of every slot")
     parser.add_argument("--small", action="store_true", help="the tiny configuration instead")
     parser.add_argument("--out", type=Path, help="folder of the result, default bench/results")
     given = parser.parse_args()
-    start, model = machine(), sliced(given.small)
+    start, model = machine(), sliced(given.small, weights=False)
     stored = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(model.params))
-    table = profiling.measure(model, given.slots, lambda text: print(text, flush=True))
+    table = measured(given.small, given.slots, given.table)
     with jax.default_device(jax.devices("cpu")[0]):  # many small calls
         found = simulated(table, model.cfg.most_drafts, given.tokens)
     settings = {
