@@ -18,6 +18,7 @@ from deepinfer_jax import quant
 from deepinfer_jax.determinism.equality import bits
 from deepinfer_jax.numerics import Numerics, rows_for, startup
 from deepinfer_jax.numerics.pallas import grouped, products, schedule
+from deepinfer_jax.numerics.pallas import stored as addressing
 from deepinfer_jax.numerics.pallas.schedule import Schedule
 from tests import test_numerics as primitives
 from tests.test_numerics import as_dtype, normal
@@ -161,6 +162,34 @@ def test_experts_come_from_the_whole_stack():
     tiles = np.asarray(x, np.float64).reshape(4, 16, 96)[:3]
     want = np.einsum("tmk,tnk->tmn", tiles, table[[0, 2, 1]]).reshape(48, 40)
     np.testing.assert_allclose(got[:48], want, atol=2e-6 * np.abs(want).max())
+
+
+@pytest.mark.parametrize(
+    ("shape", "alone"),
+    [((3, 128, 2304, 2560), True), ((2, 128, 2304, 2560), False), ((6, 128, 2304, 2560), False)],
+    ids=["drafter as released", "up to 2 GiB", "over 4 GiB"],
+)
+def test_entries_beyond_32_bits_are_reached(shape, alone):
+    """Nothing is computed: only shapes of gigabytes are looked at."""
+    weight = jax.ShapeDtypeStruct(shape, jnp.uint8)
+    left, place = jax.eval_shape(addressing.addressable, weight, jnp.int32(1))
+    assert left.shape == ((1, *shape[1:]) if alone else shape)
+    assert place.shape == ()
+
+
+def test_the_layer_that_is_cut_out(monkeypatch):
+    monkeypatch.setattr(addressing, "_out_of_reach", lambda shape, _: len(shape) == 4)
+    weight = stored("fp4_group", 3, 2, 40, 96)
+    alone, place = addressing.addressable(weight, jnp.int32(2))
+    assert int(place) == 0
+    for one, whole in zip(jax.tree.leaves(alone), jax.tree.leaves(weight), strict=True):
+        np.testing.assert_array_equal(one[0], whole[2])
+
+
+def test_a_layer_out_of_reach_is_refused():
+    weight = jax.ShapeDtypeStruct((1, 384, 2304, 2560), jnp.uint8)
+    with pytest.raises(ValueError, match="spread it over several devices"):
+        jax.eval_shape(addressing.addressable, weight, jnp.int32(0))
 
 
 def test_gradients_ignore_what_no_product_has_written():

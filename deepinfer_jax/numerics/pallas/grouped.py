@@ -56,6 +56,7 @@ def product(
     K is walked in one part. Only the first `used` tiles are computed, the others stay undefined.
     """
     k = x.shape[1]
+    weight, layer = stored.addressable(weight, layer)
     if how is None:
         float32 = dataclasses.replace(schedule.float32(), rows=rows)
         how = float32 if x.dtype == jnp.float32 else schedule.grouped(rows, k)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -33,6 +34,30 @@ def shape(weight: Any) -> tuple[int, ...]:
 def storage(weight: Any) -> str:
     """ "plain", or the format of a `Quantized`."""
     return weight.format if isinstance(weight, quant.Quantized) else "plain"
+
+
+def addressable(weight: Any, layer: jax.Array) -> tuple[Any, jax.Array]:
+    """A stack [layers, ...] and the place of `layer` in it of which a kernel reaches every entry.
+
+    Pallas for Triton counts entries with 32 signed bits in arrays of up to 2**32 bytes, with 64 in
+    larger ones. A stack of bytes of a size between 2**31 and 2**32, such as the experts of the
+    released drafter, has entries beyond: there the layer is copied out, which takes time and no
+    bit. Raises ValueError where one layer is as large as that.
+    """
+    if not any(_out_of_reach(a.shape, a.dtype) for a in arrays(weight)):
+        return weight, layer
+    if any(_out_of_reach(a.shape[1:], a.dtype) for a in arrays(weight)):
+        raise ValueError(
+            f"one layer of the weight {shape(weight)} takes 2 to 4 GiB, which no kernel can "
+            "address; spread it over several devices"
+        )
+    alone = jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, layer), weight)
+    return alone, jnp.zeros_like(layer)
+
+
+def _out_of_reach(shape: tuple[int, ...], dtype: Any) -> bool:
+    count = math.prod(shape)
+    return count > 1 << 31 and count * jnp.dtype(dtype).itemsize <= 1 << 32
 
 
 def load(ref: Any, lead: Sequence[Any], rows: Any, columns: Any, mask: Any) -> jax.Array:
