@@ -8,10 +8,11 @@ entries at positions that are overwritten before anything can read them, because
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from deepinfer_jax import quant
 from deepinfer_jax.config import ModelConfig
@@ -22,7 +23,7 @@ from deepinfer_jax.rows import Rows, Spans
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Cache:
-    """State of B slots. Vectors are packed bytes when the KV is quantized, float32 otherwise.
+    """State of B slots. Vectors are stored as `Codec` says.
 
     window   [L, B, R, w]   window KV, position p at p mod R, R = window + slack
     draft    [M, B, R, w]   context KV of the DSpark layers, same ring
@@ -51,50 +52,77 @@ class Cache:
 
 @dataclasses.dataclass(frozen=True)
 class Codec:
-    """How one kind of vector is stored: packed bytes, or float32 when the KV is not quantized."""
+    """How one kind of vector is stored.
 
+    packed: the released bytes, `size` of them; decoded: the bits of what comes back from there, in
+    bfloat16, which holds it exactly; plain: float32, when the KV is not quantized.
+    """
+
+    form: Literal["packed", "decoded", "plain"]
     width: int
-    packed: bool
     size: int
-    pack: Any
-    unpack: Any
+    pack: Any = None
+    unpack: Any = None
+    round_trip: Any = None
 
     @classmethod
     def plain(cls, width: int) -> Codec:
         """Vectors as they are."""
-        return cls(width, False, width, None, None)
+        return cls("plain", width, width)
 
     def store(self, x: jax.Array) -> jax.Array:
         """[..., width] -> what the cache holds."""
-        return self.pack(x) if self.packed else x.astype(jnp.float32)
+        if self.form == "packed":
+            return self.pack(x)
+        if self.form == "decoded":
+            exact = self.round_trip(x).astype(jnp.bfloat16)
+            return lax.bitcast_convert_type(exact, jnp.uint16)
+        return x.astype(jnp.float32)
 
     def load(self, row: jax.Array, dtype: Any) -> jax.Array:
         """What the cache holds -> [..., width], equal in every bit to the vector stored."""
-        return self.unpack(row, self.width, dtype) if self.packed else row.astype(dtype)
+        if self.form == "packed":
+            return self.unpack(row, self.width, dtype)
+        if self.form == "decoded":
+            row = lax.bitcast_convert_type(row, jnp.bfloat16)
+        return row.astype(dtype)
 
     def shaped(self, *lead: int) -> Any:
         """The `jax.ShapeDtypeStruct` of vectors [*lead, width] as the cache holds them."""
-        last, dtype = (self.size, jnp.uint8) if self.packed else (self.width, jnp.float32)
+        dtype = {"packed": jnp.uint8, "decoded": jnp.uint16, "plain": jnp.float32}[self.form]
+        last = self.size if self.form == "packed" else self.width
         return jax.ShapeDtypeStruct((*lead, last), dtype)
+
+
+def _codec(width: int, numerics: Numerics, size: int, pack: Any, unpack: Any, trip: Any) -> Codec:
+    """On a CPU vectors are read more often than bytes are dear: decoding takes longer there than
+    attending to what was decoded.
+    """
+    if not numerics.quantize_kv:
+        return Codec.plain(width)
+    form = "decoded" if numerics.rows == "tiled" else "packed"
+    return Codec(form, width, size, pack, unpack, trip)
 
 
 def window_codec(cfg: ModelConfig, numerics: Numerics) -> Codec:
     """Codec of window and draft context KV."""
     size = quant.window_bytes(cfg.head_dim)
-    return Codec(cfg.head_dim, numerics.quantize_kv, size, quant.pack_window, quant.unpack_window)
+    return _codec(
+        cfg.head_dim, numerics, size, quant.pack_window, quant.unpack_window, quant.qdq_fp8
+    )
 
 
 def main_codec(cfg: ModelConfig, numerics: Numerics) -> Codec:
     """Codec of compressed KV."""
     size = quant.main_bytes(cfg.head_dim)
-    return Codec(cfg.head_dim, numerics.quantize_kv, size, quant.pack_main, quant.unpack_main)
+    return _codec(cfg.head_dim, numerics, size, quant.pack_main, quant.unpack_main, quant.qdq_main)
 
 
 def index_codec(cfg: ModelConfig, numerics: Numerics) -> Codec:
     """Codec of index keys."""
     width = cfg.index_head_dim
     size = quant.index_bytes(width)
-    return Codec(width, numerics.quantize_kv, size, quant.pack_index, quant.unpack_index)
+    return _codec(width, numerics, size, quant.pack_index, quant.unpack_index, quant.qdq_index)
 
 
 @dataclasses.dataclass(frozen=True)

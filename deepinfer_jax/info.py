@@ -139,8 +139,8 @@ def _active(cfg: ModelConfig, spec: Spec, count: int) -> tuple[int, int]:
 
 
 def _state(cfg: ModelConfig) -> tuple[tuple[str, int], ...]:
-    """Bytes per sequence that do not grow with its length, at the cache's default slack."""
-    shapes = cache.cache_shapes(cfg, Numerics(), 1, max(cfg.ratios, default=1))
+    """Bytes per sequence that do not grow with its length, packed, at the cache's default slack."""
+    shapes = cache.cache_shapes(cfg, Numerics(rows="pallas"), 1, max(cfg.ratios, default=1))
 
     def nbytes(leaf: jax.Array) -> int:
         return math.prod(leaf.shape) * leaf.dtype.itemsize

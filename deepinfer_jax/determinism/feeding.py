@@ -28,7 +28,8 @@ from deepinfer_jax.rows import Rows
 from deepinfer_jax.sampling import Sampling
 from deepinfer_jax.tables import Tables
 
-_SPOILED = 0x7B  # a byte that decodes to large numbers in every packed format
+# NaNs, also in the bits of bfloat16; a byte that decodes to large numbers in every packed format.
+_SPOILED = {"float32": np.nan, "uint16": 0x7FC0, "uint8": 0x7B}
 
 # -- sequences and their pieces --------------------------------------------------------------------
 
@@ -230,9 +231,7 @@ def garbage(model: Model, slots: int, capacity: int, slack: int | None = None) -
     shapes = caches.cache_shapes(model.cfg, model.numerics, slots, capacity, slack)
 
     def spoil(spec: jax.ShapeDtypeStruct) -> np.ndarray:
-        if spec.dtype == jnp.float32:
-            return np.full(spec.shape, np.nan, np.float32)
-        return np.full(spec.shape, _SPOILED if spec.dtype == jnp.uint8 else 77, spec.dtype)
+        return np.full(spec.shape, _SPOILED.get(str(spec.dtype), 77), spec.dtype)
 
     pages = np.arange(slots, dtype=np.int32)[:, None]
     return dataclasses.replace(jax.tree.map(spoil, shapes), pages=pages)

@@ -100,6 +100,7 @@ def _outputs(
     """Every chosen expert's output [T, k, D] for x [T, D]; zeros where an id is nobody's."""
     t, k = experts.shape
     groups = nx.group_rows(experts.reshape(-1), stacks["w1"], numerics)
+    x = nx.prepared(x, numerics, cfg.quantized)  # once, not for every copy
     rows = nx.spread(groups, x, copies=k), nx.spread(groups, weights.reshape(-1))
     expert = functools.partial(_expert, limit=cfg.swiglu_limit, numerics=numerics)
     y = nx.map_groups(expert, rows, stacks, layer, groups, numerics, cfg.quantized)
@@ -107,11 +108,11 @@ def _outputs(
 
 
 def _expert(linear: Any, rows: Any, stacks: Any, limit: float, numerics: Numerics) -> jax.Array:
-    """The chosen expert on each of the rows (x [M, D], weight [M])."""
+    """The chosen expert on each of the rows (prepared x [M, D], weight [M])."""
     x, weight = rows
-    gate, up = linear(x, stacks["w1"]), linear(x, stacks["w3"])
+    gate, up = linear(x, stacks["w1"], True), linear(x, stacks["w3"], True)
     hidden = nx.round_to(weight[:, None] * _activate(up, gate, limit), numerics.dtype)
-    return linear(hidden, stacks["w2"])
+    return linear(hidden, stacks["w2"], False)
 
 
 def _all_experts(

@@ -25,7 +25,7 @@ from deepinfer_jax.numerics.experts import (
     spread,
 )
 from deepinfer_jax.numerics.mapping import map_rows
-from deepinfer_jax.numerics.products import dot, einsum, group_dot, linear, linear_f32
+from deepinfer_jax.numerics.products import dot, einsum, group_dot, linear, linear_f32, prepared
 from deepinfer_jax.numerics.scores import attend, index_scores
 from deepinfer_jax.numerics.settings import Numerics, rows_for
 from deepinfer_jax.numerics.sums import (
@@ -66,6 +66,7 @@ __all__ = [
     "ordered_sum",
     "pin",
     "plain_sum",
+    "prepared",
     "quotient",
     "rms_norm",
     "round_to",

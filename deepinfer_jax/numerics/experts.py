@@ -98,7 +98,7 @@ def grouped_linear(
 
 
 def _linear_alone(linear, x, weight):
-    return linear(x, weight)
+    return linear(x, weight, False)
 
 
 def map_groups(
@@ -107,9 +107,10 @@ def map_groups(
 ) -> jax.Array:  # fmt: skip
     """f(linear, rows, stacks) of padded rows, a tree of [tiles * tile, ...] -> [tiles * tile, ...].
 
-    linear(x, weight) is `grouped_linear` with weight[layer, expert] of each row; f may call it
-    several times and sees no other row. On a CPU one loop runs all of f on tile after tile, which
-    keeps a tile's intermediate values in its cache. f is static: a function without arrays in it.
+    linear(x, weight, ready) is `grouped_linear` with weight[layer, expert] of each row, where
+    `ready` says that x is `prepared` already; f may call it several times and sees no other row.
+    On a CPU one loop runs all of f on tile after tile, which keeps a tile's intermediate values in
+    its cache. f is static: a function without arrays in it.
     Tiles without rows come out undefined; `collect` takes nothing from them.
     """
     layer = jnp.asarray(layer, jnp.int32)
@@ -119,8 +120,8 @@ def map_groups(
 
 
 def _all_tiles(f, rows, stacks, layer, groups, numerics, quantized):
-    def linear(x, weight):
-        return grouped_linear(x, weight, layer, groups, numerics, quantized)
+    def linear(x, weight, ready):
+        return grouped_linear(x, weight, layer, groups, numerics, quantized and not ready)
 
     return f(linear, rows, stacks)
 
@@ -130,8 +131,8 @@ def _tile_by_tile(f, rows, stacks, layer, groups, numerics, quantized):
     parts = jax.tree.map(lambda a: a.reshape(-1, groups.tile, *a.shape[1:]), rows)
 
     def one(t):
-        def linear(x, weight):
-            x = prepared(x, numerics, quantized)
+        def linear(x, weight, ready):
+            x = prepared(x, numerics, quantized and not ready)
             return _of_tile(x, groups.expert[t], weight, layer, numerics)
 
         return f(linear, jax.tree.map(lambda a: a[t], parts), stacks)
