@@ -18,7 +18,7 @@ import numpy as np
 
 from deepinfer_jax import strict_json
 from deepinfer_jax.config import ModelConfig
-from deepinfer_jax.requests import Options, Request
+from deepinfer_jax.requests import FREE, Options, Request
 from deepinfer_jax.text import Tokenizer
 
 _FORMS = ("prompt", "messages", "tokens")
@@ -146,15 +146,15 @@ def _token_ids(value: Any) -> tuple[int, ...]:
 
 
 def _check_tokens(request: Request, cfg: ModelConfig, max_length: int) -> None:
-    for name, ids in (
-        ("tokens", request.tokens),
-        ("stop_token_ids", request.options.stop_token_ids),
-    ):
-        for token in ids:
-            if not 0 <= token < cfg.vocab_size:
-                raise ValueError(f"{name} must lie in 0..{cfg.vocab_size - 1}, got {token}")
-    if request.options.rule is not None:
-        request.options.rule.check_token_ids(cfg.vocab_size, cfg.eos_token_id)
+    options = request.options
+    _check_ids("tokens", request.tokens, cfg)
+    for name in ("stop_token_ids", "allowed_token_ids", "banned_token_ids"):
+        _check_ids(name, getattr(options, name) or (), cfg)
+    _check_ids("logit_bias", (token for token, _ in options.biases), cfg)
+    _check_ids("golden_token_ids", (i for i in options.golden_token_ids if i != FREE), cfg)
+    _check_choice(options, cfg)
+    if options.rule is not None:
+        options.rule.check_token_ids(cfg.vocab_size, cfg.eos_token_id)
     length, reply = len(request.tokens), request.options.max_tokens
     if length + reply > max_length:
         room = max_length - length
@@ -162,6 +162,31 @@ def _check_tokens(request: Request, cfg: ModelConfig, max_length: int) -> None:
         raise ValueError(
             f"the prompt has {length} tokens and max_tokens is {reply}: together {length + reply}, "
             f"the model is loaded for max_length={max_length}; {mend}"
+        )
+
+
+def _check_ids(name: str, ids: Iterable[int], cfg: ModelConfig) -> None:
+    for token in ids:
+        if not 0 <= token < cfg.vocab_size:
+            raise ValueError(f"{name} must lie in 0..{cfg.vocab_size - 1}, got {token}")
+
+
+def _check_choice(options: Options, cfg: ModelConfig) -> None:
+    """Raise ValueError where no token could be said at all, or none before `min_tokens`."""
+    allowed, banned = options.allowed_token_ids, set(options.banned_token_ids)
+    ends = set(options.ends(cfg.eos_token_id))
+    if allowed is None and len(banned) + len(ends) < cfg.vocab_size:
+        return
+    left = set(range(cfg.vocab_size) if allowed is None else allowed) - banned
+    if not left:
+        raise ValueError(
+            "allowed_token_ids without banned_token_ids must not be empty, or nothing could be "
+            "said: allow another token or ban fewer"
+        )
+    if options.min_tokens and left <= ends:
+        raise ValueError(
+            f"min_tokens={options.min_tokens} needs a token that may be said and does not end the "
+            f"reply, got only {sorted(left)}: allow another token, ban fewer or give min_tokens=0"
         )
 
 

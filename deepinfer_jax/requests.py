@@ -13,7 +13,11 @@ from deepinfer_jax.grammar import Grammar
 from deepinfer_jax.text.chat import Effort
 
 FinishReason = Literal["stop", "length"]
+Bias = Mapping[int, float] | Mapping[str, float] | Sequence[tuple[int, float]]
+MOST = 1e9  # size of a bias or penalty: all sums of them stay finite in float32
+FREE = -1  # in `golden_token_ids`: a token that is not forced
 _EFFORTS = (None, "low", "high", "xhigh", "max")
+_IDS_END = 2**31
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -30,6 +34,19 @@ class Options:
       thinking, effort: how a chat prompt is rendered (`Tokenizer.render_chat`).
       grammar: what the reply must follow, or a mapping of its fields, or of the published engine's
         `so_args` (`schema_type`, `schema`, ...). Needs the extra `structured`.
+      logit_bias: {token id: number added to its logit}, kept as pairs in order of the ids; at most
+        1e9 in size.
+      allowed_token_ids: the only tokens that may be said; None: all.
+      banned_token_ids: tokens that are never said.
+      presence_penalty, frequency_penalty: taken off the logit of a token that the reply has, once
+        and for each time; 0 is off.
+      repetition_penalty: a positive logit of a token that prompt or reply has is divided by it, a
+        negative one multiplied; 1 is off.
+      min_tokens: tokens of the reply before anything but max_tokens may end it, an end token not
+        counted: until then none can be drawn, and a stop string is passed over.
+      ignore_eos: the model's end token is a token like others.
+      golden_token_ids: what the tokens of the reply are, from its first, whatever else is asked;
+        -1: free. Not together with a grammar.
     """
 
     max_tokens: int = 256
@@ -43,6 +60,15 @@ class Options:
     thinking: bool = False
     effort: Effort | None = None
     grammar: Grammar | Mapping[str, Any] | None = None
+    logit_bias: Bias = ()
+    allowed_token_ids: Sequence[int] | None = None
+    banned_token_ids: Sequence[int] = ()
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    golden_token_ids: Sequence[int] = ()
 
     def __post_init__(self) -> None:
         _integer("max_tokens", self.max_tokens, 1, 2**31)
@@ -56,12 +82,16 @@ class Options:
         except ValueError as error:  # the only row is row 0: say no more than the name
             raise ValueError(str(error).removesuffix(" in row 0")) from None
         self._settle_stops()
-        if not isinstance(self.thinking, bool):
-            raise TypeError(f"thinking must be true or false, got {self.thinking!r}")
+        for name in ("thinking", "ignore_eos"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name} must be true or false, got {getattr(self, name)!r}")
         if self.effort not in _EFFORTS:
             raise ValueError(f"effort must be one of {_EFFORTS}, got {self.effort!r}")
         if self.grammar is not None and not isinstance(self.grammar, Grammar):
             object.__setattr__(self, "grammar", Grammar.from_mapping(self.grammar))
+        self._settle_penalties()
+        self._settle_choice()
+        self._settle_golden()
 
     @property
     def rule(self) -> Grammar | None:
@@ -69,19 +99,112 @@ class Options:
         assert self.grammar is None or isinstance(self.grammar, Grammar)
         return self.grammar
 
+    @property
+    def biases(self) -> tuple[tuple[int, float], ...]:
+        """`logit_bias` as it is kept: (token id, bias), in order of the ids."""
+        assert isinstance(self.logit_bias, tuple)
+        return self.logit_bias
+
+    @property
+    def edits(self) -> bool:
+        """Whether a token depends on more than the model, the truncation and the grammar."""
+        penalties = (self.presence_penalty, self.frequency_penalty, self.repetition_penalty - 1)
+        limits = (self.logit_bias, self.banned_token_ids, self.min_tokens, self.golden_token_ids)
+        return any(penalties) or any(limits) or self.allowed_token_ids is not None
+
+    def ends(self, eos: int) -> tuple[int, ...]:
+        """Token ids that end the reply; `eos` is the model's end token."""
+        return tuple(self.stop_token_ids) if self.ignore_eos else (eos, *self.stop_token_ids)
+
     def _settle_stops(self) -> None:
         """Check `stop` and `stop_token_ids` and make tuples of them."""
-        for name in ("stop", "stop_token_ids"):
-            if not isinstance(getattr(self, name), Sequence):
-                raise TypeError(f"{name} must be a list, got {getattr(self, name)!r}")
+        if not isinstance(self.stop, Sequence):
+            raise TypeError(f"stop must be a list, got {self.stop!r}")
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
         for text in stop:
             if not isinstance(text, str) or not text:
                 raise ValueError(f"stop must be non-empty strings, got {text!r}")
         object.__setattr__(self, "stop", stop)
-        for token in self.stop_token_ids:
-            _integer("stop_token_ids", token, 0, 2**31)
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        ids = _token_ids("stop_token_ids", self.stop_token_ids)
+        object.__setattr__(self, "stop_token_ids", ids)
+
+    def _settle_penalties(self) -> None:
+        for name in ("presence_penalty", "frequency_penalty"):
+            _limited(name, getattr(self, name))
+        _number("repetition_penalty", self.repetition_penalty)
+        if not 1 / MOST <= self.repetition_penalty <= MOST:
+            raise ValueError(
+                f"repetition_penalty must be in [{1 / MOST:g}, {MOST:g}] (1 is off), got "
+                f"{self.repetition_penalty}"
+            )
+        _integer("min_tokens", self.min_tokens, 0, _IDS_END)
+        if self.min_tokens > self.max_tokens:
+            raise ValueError(
+                f"min_tokens must be at most max_tokens={self.max_tokens}, got {self.min_tokens}: "
+                "lower it or raise max_tokens"
+            )
+
+    def _settle_choice(self) -> None:
+        """Check bias, allowed and banned ids; sets of ids become sorted tuples."""
+        object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
+        names = ["banned_token_ids"]
+        names += [] if self.allowed_token_ids is None else ["allowed_token_ids"]
+        for name in names:
+            ids = _token_ids(name, getattr(self, name))
+            object.__setattr__(self, name, tuple(sorted(set(ids))))
+        if self.allowed_token_ids == ():
+            raise ValueError(
+                "allowed_token_ids must not be empty, or nothing could be said: name a token, or "
+                "give null to allow all"
+            )
+
+    def _settle_golden(self) -> None:
+        golden = _token_ids("golden_token_ids", self.golden_token_ids, low=FREE)
+        object.__setattr__(self, "golden_token_ids", golden)
+        if len(golden) > self.max_tokens:
+            raise ValueError(
+                f"golden_token_ids must have at most max_tokens={self.max_tokens} entries, got "
+                f"{len(golden)}: shorten it or raise max_tokens"
+            )
+        if golden and self.grammar is not None:
+            raise ValueError(
+                "golden_token_ids and grammar cannot be given together, because forced tokens need "
+                "not follow a grammar: give one of the two"
+            )
+
+
+def _biases(given: Any) -> tuple[tuple[int, float], ...]:
+    """(token id, bias) in order of the ids, of a mapping or of pairs."""
+    pairs = list(given.items()) if isinstance(given, Mapping) else given
+    if isinstance(pairs, str | bytes) or not isinstance(pairs, Sequence):
+        raise TypeError(f"logit_bias must be a mapping of token ids to numbers, got {given!r}")
+    found: dict[Any, float] = {}
+    for pair in pairs:
+        if isinstance(pair, str | bytes) or not isinstance(pair, Sequence) or len(pair) != 2:
+            raise TypeError(f"logit_bias must be a mapping or pairs (token id, bias), got {pair!r}")
+        token, bias = pair
+        digits = isinstance(token, str) and token.isascii() and token.isdigit()
+        token = int(token) if digits else token  # a key of JSON
+        _integer("logit_bias: a token id", token, 0, _IDS_END)
+        _limited(f"logit_bias of token {token}", bias, "; banned_token_ids rules a token out")
+        if token in found:
+            raise ValueError(f"logit_bias must name a token once, got token {token} twice")
+        found[token] = float(bias)
+    return tuple(sorted(found.items()))
+
+
+def _token_ids(name: str, given: object, low: int = 0) -> tuple[int, ...]:
+    if not isinstance(given, Sequence):
+        raise TypeError(f"{name} must be a list, got {given!r}")
+    for token in given:
+        _integer(name, token, low, _IDS_END)
+    return tuple(given)
+
+
+def _limited(name: str, value: Any, more: str = "") -> None:
+    _number(name, value)
+    if not -MOST <= value <= MOST:  # NaN, too
+        raise ValueError(f"{name} must be in [-{MOST:g}, {MOST:g}], got {value}{more}")
 
 
 def _number(name: str, value: object) -> None:

@@ -18,7 +18,7 @@ from deepinfer_jax.cli.progress import Progress
 from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.grammar import Grammar
 from deepinfer_jax.prompts import make_requests
-from deepinfer_jax.requests import Options, Result, Timing
+from deepinfer_jax.requests import Options, Request, Result, Timing
 from tests import tiny_model
 
 PROMPTS = [
@@ -98,6 +98,19 @@ def test_prompts_come_from_standard_input(capsys, monkeypatch, prompt_file):
     monkeypatch.setattr(sys, "stdin", io.StringIO(prompt_file.read_text("utf-8")))
     assert run("--prompts", "-", "--max-tokens", 8, "--batch-size", 1) == 0
     assert len(lines_of(capsys.readouterr().out)) == len(PROMPTS)
+
+
+def test_options_that_came_later_stand_on_lines_only_where_given():
+    """Lines of earlier versions have none of them and are those of the same requests."""
+    first = {"max_tokens", "temperature", "top_p", "top_k", "min_p", "stop", "stop_token_ids",
+             "thinking", "effort", "grammar"}  # fmt: skip
+    given = {"logit_bias": {"5": 1.5, "12": -2}, "min_tokens": 2, "allowed_token_ids": [3, 5]}
+    for options, more in ({}, {}), (given, given):
+        request = Request("r", "p", (5,), 0, Options(**options))
+        line = json.loads(json.dumps(records.asked(request, "m")))
+        assert line["options"].keys() == first | more.keys()
+        assert {name: line["options"][name] for name in more} == more
+        assert Options(**line["options"]) == request.options
 
 
 def test_a_run_is_taken_up_where_it_stopped(capsys, tmp_path, prompt_file):

@@ -44,6 +44,41 @@ def test_options_may_be_numpy_scalars():
     assert (options.temperature, options.top_k, options.top_p) == (0.5, 3, 0.9)
 
 
+def test_options_of_choice_are_kept_in_one_form():
+    given = {"logit_bias": {"7": 2, "5": -1.5}, "allowed_token_ids": [9, 3, 9]}
+    (request,) = requests([{"prompt": "a", **given, "banned_token_ids": np.arange(2).tolist()}])
+    options = request.options
+    assert options.logit_bias == options.biases == ((5, -1.5), (7, 2.0))
+    assert options.allowed_token_ids == (3, 9)
+    assert options.banned_token_ids == (0, 1)
+    assert dataclasses.replace(options) == options
+    assert hash(options) == hash(dataclasses.replace(options, logit_bias={5: -1.5, 7: 2}))
+
+
+@pytest.mark.parametrize(
+    ("given", "edits"),
+    [
+        ({}, False),
+        ({"ignore_eos": True, "stop": "a", "top_k": 3, "repetition_penalty": 1}, False),
+        ({"logit_bias": {5: 0}}, True),
+        ({"allowed_token_ids": [5]}, True),
+        ({"banned_token_ids": [5]}, True),
+        ({"presence_penalty": -0.5}, True),
+        ({"frequency_penalty": 0.5}, True),
+        ({"repetition_penalty": 1.5}, True),
+        ({"min_tokens": 1}, True),
+        ({"golden_token_ids": [-1]}, True),
+    ],
+)
+def test_what_changes_the_choice_is_known(given, edits):
+    assert Options(**given).edits == edits
+
+
+def test_what_ends_a_reply():
+    assert Options(stop_token_ids=[7]).ends(1) == (1, 7)
+    assert Options(stop_token_ids=[7], ignore_eos=True).ends(1) == (7,)
+
+
 def test_thinking_and_tools_reach_the_prompt():
     tool = {"name": "weather", "parameters": {"type": "object"}}
     plain, thinking, tools = (
@@ -160,6 +195,47 @@ REFUSED = [
     ({"prompt": "a", "stop_token_ids": [4000]}, "stop_token_ids must lie in 0..2047"),
     ({"prompt": "a", "stop_token_ids": "ab"}, "stop_token_ids must be an integer"),
     ({"prompt": "a", "thinking": 1}, "thinking must be true or false"),
+    ({"prompt": "a", "ignore_eos": None}, "ignore_eos must be true or false, got None"),
+    ({"prompt": "a", "logit_bias": 5}, "logit_bias must be a mapping of token ids to numbers"),
+    ({"prompt": "a", "logit_bias": "5"}, "logit_bias must be a mapping of token ids to numbers"),
+    ({"prompt": "a", "logit_bias": [5]}, "logit_bias must be a mapping or pairs"),
+    ({"prompt": "a", "logit_bias": {"x": 1}}, "logit_bias: a token id must be an integer, got 'x'"),
+    ({"prompt": "a", "logit_bias": {True: 1}}, "logit_bias: a token id must be an integer, got T"),
+    ({"prompt": "a", "logit_bias": {-1: 1}}, "logit_bias: a token id must be in"),
+    ({"prompt": "a", "logit_bias": {5: "1"}}, "logit_bias of token 5 must be a number, got '1'"),
+    ({"prompt": "a", "logit_bias": {5: float("-inf")}}, "got -inf; banned_token_ids rules a token"),
+    ({"prompt": "a", "logit_bias": {5: float("nan")}}, "logit_bias of token 5 must be in"),
+    ({"prompt": "a", "logit_bias": {5: 1, "5": 2}}, "logit_bias must name a token once, got tok"),
+    ({"prompt": "a", "logit_bias": {2048: 1}}, "logit_bias must lie in 0..2047, got 2048"),
+    ({"prompt": "a", "allowed_token_ids": []}, "allowed_token_ids must not be empty"),
+    ({"prompt": "a", "allowed_token_ids": 5}, "allowed_token_ids must be a list, got 5"),
+    ({"prompt": "a", "allowed_token_ids": [2048]}, "allowed_token_ids must lie in 0..2047"),
+    ({"prompt": "a", "banned_token_ids": None}, "banned_token_ids must be a list, got None"),
+    ({"prompt": "a", "banned_token_ids": [-1]}, "banned_token_ids must be in"),
+    ({"prompt": "a", "banned_token_ids": [2048]}, "banned_token_ids must lie in 0..2047"),
+    (
+        {"prompt": "a", "allowed_token_ids": [5], "banned_token_ids": [6, 5]},
+        "allowed_token_ids without banned_token_ids must not be empty",
+    ),
+    ({"prompt": "a", "banned_token_ids": list(range(2048))}, "nothing could be said"),
+    (
+        {"prompt": "a", "allowed_token_ids": [1, 7], "stop_token_ids": [7], "min_tokens": 1},
+        r"min_tokens=1 needs a token .* got only \[1, 7\]",
+    ),
+    ({"prompt": "a", "presence_penalty": 2e9}, "presence_penalty must be in"),
+    ({"prompt": "a", "frequency_penalty": float("nan")}, "frequency_penalty must be in"),
+    ({"prompt": "a", "frequency_penalty": [1.0]}, "frequency_penalty must be a number"),
+    ({"prompt": "a", "repetition_penalty": 0}, "repetition_penalty must be in"),
+    ({"prompt": "a", "repetition_penalty": float("inf")}, "repetition_penalty must be in"),
+    ({"prompt": "a", "min_tokens": -1}, "min_tokens must be in"),
+    ({"prompt": "a", "min_tokens": 8}, "min_tokens must be at most max_tokens=7, got 8: lower it"),
+    ({"prompt": "a", "golden_token_ids": [-2]}, "golden_token_ids must be in"),
+    ({"prompt": "a", "golden_token_ids": [2048]}, "golden_token_ids must lie in 0..2047"),
+    ({"prompt": "a", "golden_token_ids": [5] * 8}, "at most max_tokens=7 entries, got 8"),
+    (
+        {"prompt": "a", "golden_token_ids": [5], "grammar": {"kind": "regex", "schema": "a"}},
+        "golden_token_ids and grammar cannot be given together",
+    ),
     ({"prompt": "a", "effort": "much"}, "effort must be one of"),
     ({"prompt": "\ud800"}, "surrogates"),
 ]

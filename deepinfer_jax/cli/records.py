@@ -39,10 +39,17 @@ def asked(request: Request, model: str) -> dict[str, Any]:
     """What a reply was asked for, as it stands on its line: all that the reply depends on.
 
     options: the fields of `Options` but the seed, and `tools` and `schema` where they were given.
+    Fields after `grammar` are left out where they have their defaults, so that files of earlier
+    versions are taken up again.
     seed: the noise seed.
     """
+    fields = dataclasses.fields(request.options)
+    since = [field.name for field in fields].index("grammar") + 1
+    late = {f.name for f in fields[since:] if getattr(request.options, f.name) == f.default}
     options = dataclasses.asdict(request.options)
-    del options["seed"]
+    options = {name: value for name, value in options.items() if name not in late | {"seed"}}
+    if "logit_bias" in options:
+        options["logit_bias"] = {str(token): bias for token, bias in options["logit_bias"]}
     return {
         "id": request.id,
         "model": model,
