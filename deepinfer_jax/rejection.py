@@ -53,19 +53,21 @@ def accepts(target: Array, proposal: Array, token: Array, uniform: Array) -> jax
 
 def sample(
     logits: Array, draft_logits: Array, token: Array, verifying: Array, sampling: Sampling,
-    index: Array, mask: Array | None = None,
+    index: Array, mask: Array | None = None, edited: Array | None = None,
 ) -> Sampled:  # fmt: skip
     """The outcome of T rows: the draft where it is accepted, another token where it is not.
 
     A rejected row never gives its own draft, so that rows are accepted as long as `token` returns.
 
     Args:
-      logits, draft_logits: [T, V] of the target and of what the draft was drawn from.
+      logits, draft_logits: [T, V] of the target and of what the draft was drawn from, with edits
+        if there are any.
       token: [T] the draft; verifying: [T] bool, False where there is none: a draw from the target.
       sampling, index: parameters of the rows and absolute output index [T].
       mask: [T, V] bool, what is allowed there; the drafts were drawn under it too.
+      edited: [T, V], the target's logits with its edits (module `edits`).
     """
-    target = samplers.transform(logits, sampling, mask)
+    target = samplers.transform(logits if edited is None else edited, sampling, mask)
     proposal = samplers.transform(draft_logits, sampling, mask)
     words, _ = samplers.noise_words(sampling.seed, index, jnp.zeros((1,), jnp.int32), ACCEPT)
     uniform = (words[..., 0] >> 8).astype(jnp.float32) * np.float32(2.0**-24)
@@ -78,4 +80,4 @@ def sample(
         samplers.gumbel(sampling.seed, index, ids, TOKEN),
     )
     drawn = samplers.first_largest(other + noise)
-    return samplers.judge(logits, jnp.where(kept, token, drawn), sampling, mask)
+    return samplers.judge(logits, jnp.where(kept, token, drawn), sampling, mask, edited)

@@ -16,11 +16,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from deepinfer_jax import edits as editing
 from deepinfer_jax import rejection
 from deepinfer_jax import rows as row_sets
 from deepinfer_jax import sampling as samplers
 from deepinfer_jax.cache import Cache
 from deepinfer_jax.config import ModelConfig
+from deepinfer_jax.edits import Edits
 from deepinfer_jax.model import draft, head
 from deepinfer_jax.numerics import Numerics
 from deepinfer_jax.planning.schedules import Lengths, Schedule
@@ -38,13 +40,14 @@ class Running:
 
     tokens [B]: newest token of each slot, not yet in the cache; active [B]: slots that take part;
     left [B]: tokens each slot may still emit; stops [B, S]: token ids that end a slot (-1: none),
-    emitted as its last token.
+    emitted as its last token; edits: what slots change of their logits, None where none does.
     """
 
     tokens: jax.Array
     active: jax.Array
     left: jax.Array
     stops: jax.Array
+    edits: Edits | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -113,7 +116,7 @@ def verify(
     params: Any, tables: Tables, tokens: jax.Array, drafts: jax.Array, scheduled: jax.Array,
     active: jax.Array, cache: Cache, sampling: Sampling, cfg: ModelConfig, numerics: Numerics,
     *, rows: int | None = None, draft_logits: jax.Array | None = None,
-    mask: jax.Array | None = None,
+    mask: jax.Array | None = None, edits: Edits | None = None,
 ) -> tuple[Sampled, Cache]:  # fmt: skip
     """Feed each slot its newest token and some drafts, and choose after every one of them.
 
@@ -127,6 +130,7 @@ def verify(
         sampling (module `rejection`) instead of by the target's own choice.
       mask: bool, True where a token is allowed (each place needs one): [B, V], or [B, N + 1, V]
         where entry j is of the token that follows draft j. Drafts that it forbids are not right.
+      edits: of the B slots, what they change of their logits; default nothing.
 
     Returns:
       (Sampled of [B, N + 1], cache). Entry j is the token that follows draft j, right if drafts
@@ -143,14 +147,14 @@ def verify(
     fit = fitting(scheduled, jnp.where(active, n, -1), rows)
     return _verify(
         params, tables, tokens, drafts, fit, active, cache, sampling, cfg, numerics, rows,
-        draft_logits, mask,
+        draft_logits, mask, edits,
     )  # fmt: skip
 
 
 def _verify(
     params: Any, tables: Tables, tokens: jax.Array, drafts: jax.Array, scheduled: jax.Array,
     active: jax.Array, cache: Cache, sampling: Sampling, cfg: ModelConfig, numerics: Numerics,
-    rows: int, draft_logits: jax.Array | None, mask: jax.Array | None,
+    rows: int, draft_logits: jax.Array | None, mask: jax.Array | None, edits: Edits | None,
 ) -> tuple[Sampled, Cache]:  # fmt: skip
     """`verify` with lengths that fit."""
     n = drafts.shape[1]
@@ -162,14 +166,17 @@ def _verify(
     hidden, cache = extend(params, tables, flat, cache, cfg, numerics)
     logits = head.logits(params, hidden.output, numerics)
     each = jax.tree.map(lambda x: jnp.asarray(x)[slot], sampling)
-    allowed = _allowed(mask, slot, offset)
+    edits = None if edits is None else editing.of_rows(edits, slot, drafts, offset)
+    mask = _allowed(mask, slot, offset)
+    own, allowed = editing.edited(logits, edits, positions + 1, mask)
     if draft_logits is None:
-        sampled = samplers.sample(logits, each, positions + 1, allowed)
+        sampled = samplers.sample(logits, each, positions + 1, allowed, own)
     else:
         following = jnp.minimum(offset, n - 1)
+        drawn = editing.edited(draft_logits[slot, following], edits, positions + 1, mask)[0]
         sampled = rejection.sample(
-            logits, draft_logits[slot, following], drafts[slot, following],
-            offset < scheduled[slot], each, positions + 1, allowed,
+            logits, drawn, drafts[slot, following], offset < scheduled[slot], each, positions + 1,
+            allowed, own,
         )  # fmt: skip
     place = packing.first[:, None] + jnp.arange(n + 1, dtype=jnp.int32)[None, :]
     return jax.tree.map(lambda x: x[jnp.minimum(place, rows - 1)], sampled), cache
@@ -234,11 +241,15 @@ def propose(
     check_mask(mask, cache.slots, size, cfg)
     every = jnp.arange(cache.slots, dtype=jnp.int32)
 
-    def pick(logits, position):
-        allowed = _allowed(mask, every, position - cache.lengths - 1)
+    def pick(logits, position, before):
+        offset, edits = position - cache.lengths - 1, running.edits
+        if edits is not None and before:
+            edits = editing.of_rows(edits, every, jnp.stack(before, axis=1), offset)
+        allowed = _allowed(mask, every, offset)
+        own, allowed = editing.edited(logits, edits, position, allowed)
         if mode == "rejection":
-            return rejection.draft(logits, sampling, position, cache.lengths, allowed)
-        return samplers.sample(logits, sampling, position, allowed).token
+            return rejection.draft(own, sampling, position, cache.lengths, allowed)
+        return samplers.sample(own, sampling, position, allowed).token
 
     slots = jnp.where(running.active, every, -1)
     return draft.draft(
@@ -298,7 +309,7 @@ def settle(
     """
     sampled, cache = _verify(
         params, tables, running.tokens, drafts, scheduled, running.active, cache, sampling, cfg,
-        numerics, rows, draft_logits, mask,
+        numerics, rows, draft_logits, mask, running.edits,
     )  # fmt: skip
     right = samplers.accepted(sampled.token, drafts, scheduled)
     emitted, running, count = commit(running, sampled.token, right)
@@ -323,11 +334,12 @@ def commit(
     newest = jnp.take_along_axis(tokens, last, axis=1)[:, 0]
     stopped = jnp.any(emitted & stopping, axis=1)
     left = running.left - count
-    after = Running(
+    after = dataclasses.replace(
+        running,
         tokens=jnp.where(running.active, newest, running.tokens),
         active=running.active & ~stopped & (left > 0),
         left=left,
-        stops=running.stops,
+        edits=editing.committed(running.edits, tokens, emitted),
     )
     return emitted, after, count
 

@@ -59,13 +59,13 @@ class Sampled:
 
     Attributes:
       token: [T] int32.
-      logprob_raw: [T] float32, log-probability of `token` at temperature 1, without mask or
+      logprob_raw: [T] float32, log-probability of `token` at temperature 1, without edits, mask or
         truncation: what a trainer recomputes.
       logprob_processed: [T] float32, log-probability of `token` in the distribution it was drawn
         from; 0.0 in greedy rows, whose distribution is a point mass.
       kept_mass: [T] float32 in [0, 1], probability of the surviving set under the
-        temperature-scaled distribution before mask and truncation; exactly 1.0 where nothing
-        was removed, and in greedy rows.
+        temperature-scaled distribution, edits included, before mask and truncation; exactly 1.0
+        where nothing was removed, and in greedy rows.
     """
 
     token: jax.Array
@@ -254,26 +254,34 @@ def first_largest(x: jax.Array) -> jax.Array:
 
 
 @jax.named_scope("sample")
-def sample(logits: Array, sampling: Sampling, index: Array, mask: Array | None = None) -> Sampled:
+def sample(
+    logits: Array, sampling: Sampling, index: Array, mask: Array | None = None,
+    edited: Array | None = None,
+) -> Sampled:  # fmt: skip
     """One token per row from `logits` [T, V], with its log-probabilities.
 
     `transform` and `choose` in one pass; `index` [T] int32 is the absolute output index, `mask`
-    [T, V] bool as in `transform`. At temperature 1 without mask and truncation the two
+    [T, V] bool as in `transform`. `edited` [T, V] stands for the logits in everything but
+    `logprob_raw` (module `edits`). At temperature 1 without these and truncation the two
     log-probabilities are the same bits.
     """
-    odds = _odds(logits, sampling, mask)
+    odds = _odds(logits if edited is None else edited, sampling, mask)
     token = choose(odds.survivors - odds.norm[..., None], sampling.seed, index)
     return _judge(logits, token, odds, sampling)
 
 
 @jax.named_scope("judge")
-def judge(logits: Array, token: Array, sampling: Sampling, mask: Array | None = None) -> Sampled:
+def judge(
+    logits: Array, token: Array, sampling: Sampling, mask: Array | None = None,
+    edited: Array | None = None,
+) -> Sampled:  # fmt: skip
     """What `sample` says of `token` [T] had it drawn it from `logits` [T, V], in every bit.
 
     For trainers: the sampler's numbers of a given token. A token that truncation removed has
     `logprob_processed` -inf. Differentiable; which tokens survive carries no gradient.
     """
-    return _judge(logits, token, _odds(logits, sampling, mask), sampling)
+    odds = _odds(logits if edited is None else edited, sampling, mask)
+    return _judge(logits, token, odds, sampling)
 
 
 @dataclasses.dataclass(frozen=True)

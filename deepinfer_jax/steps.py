@@ -14,10 +14,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from deepinfer_jax import edits as editing
 from deepinfer_jax import rows as row_sets
 from deepinfer_jax import sampling as samplers
 from deepinfer_jax.cache import Cache
 from deepinfer_jax.config import ModelConfig
+from deepinfer_jax.edits import Edits
 from deepinfer_jax.model import draft, head
 from deepinfer_jax.model.forward import OFF, Hidden, Replay, forward
 from deepinfer_jax.numerics import Numerics
@@ -45,7 +47,7 @@ def extend(
 def prefill(
     params: Any, tables: Tables, rows: Rows, cache: Cache, sampling: Sampling, cfg: ModelConfig,
     numerics: Numerics, *, replay: Replay = OFF, prompt_lengths: jax.Array | None = None,
-    mask: jax.Array | None = None,
+    mask: jax.Array | None = None, edits: Edits | None = None,
 ) -> tuple[Sampled, Cache]:  # fmt: skip
     """Run prompt rows (whole prompts or chunks) and sample the next token of every slot.
 
@@ -53,6 +55,7 @@ def prefill(
       rows: T rows, continuing what the cache holds of each slot.
       sampling: parameters of the B slots.
       mask: [B, V] bool, True where the token to be sampled is allowed; default all.
+      edits: of the B slots, what they change of their logits; default nothing.
 
     Returns:
       (Sampled of [B], cache). The sample of a slot is that of its last row here, to be used when
@@ -70,7 +73,8 @@ def prefill(
     target = jnp.where(rows.real, rows.slots, cache.slots)
     ends = jnp.zeros((cache.slots,), jnp.int32).at[target].max(rows.positions + 1, mode="drop")
     lengths = jnp.where(ends > 0, ends, cache.lengths)
-    sampled = samplers.sample(logits, sampling, ends, mask)
+    own, allowed = editing.edited(logits, edits, ends, mask)
+    sampled = samplers.sample(logits, sampling, ends, allowed, own)
     return sampled, dataclasses.replace(cache, lengths=lengths)
 
 

@@ -12,7 +12,8 @@ class Transcript:
     """Takes the tokens of one reply, one by one; where it ends depends on them alone.
 
     `finished` is None until the reply has ended. `text` is then final; before, `push` returns only
-    what no stop string can take back.
+    what no stop string can take back. A stop string that is complete before the reply has
+    `min_tokens` is passed over and stays in the text.
     """
 
     def __init__(self, request: Request, tokenizer: Tokenizer, eos: int):
@@ -23,7 +24,8 @@ class Transcript:
         self.finished: FinishReason | None = None
         self._released = 0
         self._left = options.max_tokens
-        self._ends = {eos, *options.stop_token_ids}
+        self._least = options.min_tokens
+        self._ends = set(options.ends(eos))
         self._stop = options.stop
         self._vocab_size = tokenizer.vocab_size
         self._stream = tokenizer.stream()
@@ -41,7 +43,7 @@ class Transcript:
             piece = self._stream.push([token]) if known else self._stream.finish() + _UNKNOWN
         before = len(self.text)
         self.text += piece
-        cut = self._first_stop(before)
+        cut = self._first_stop(before) if len(self.tokens) >= self._least else None
         if cut is not None:
             self.text, self.finished = self.text[:cut], "stop"
         elif self.finished is None and self._left == 0:

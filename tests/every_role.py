@@ -89,7 +89,7 @@ def text(cfg: ModelConfig, length: int, seed: int, image: range = range(0)) -> T
 
 
 def _drafts(params, made, cache, slots, positions, anchors, cfg, numerics):
-    def greedy(logits, _):
+    def greedy(logits, *_):
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
     return draft.draft(params, made, cache, slots, positions, anchors, greedy, cfg, numerics)

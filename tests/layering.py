@@ -30,6 +30,7 @@ ORDER = (
     "model",
     "sampling",
     "rejection",
+    "edits",
     "planning",
     "scheduling",
     "steps",

@@ -69,7 +69,7 @@ def _traced(params, made, rows, cache, where, cfg, numerics):
     return out, after, draft.draft(params, made, after, *where, _greedy, cfg, numerics)
 
 
-def _greedy(logits: jax.Array, _: jax.Array) -> jax.Array:
+def _greedy(logits: jax.Array, *_: Any) -> jax.Array:
     return jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
 

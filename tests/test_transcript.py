@@ -84,6 +84,25 @@ def test_stop_token_ids_end_like_the_end_token():
     assert transcript.text == tiny_model.tokenizer().decode([500])
 
 
+def test_an_end_token_that_is_ignored_is_a_token_like_others():
+    transcript, _ = feed([500, EOS, 600], ignore_eos=True, stop_token_ids=[600])
+    assert (transcript.finished, transcript.tokens) == ("stop", [500, EOS, 600])
+    assert transcript.text == tiny_model.tokenizer().decode([500, EOS])
+
+
+@given(text=words, more=words, least=st.integers(0, 8))
+def test_a_stop_string_ends_nothing_before_there_are_min_tokens(text, more, least):
+    """The first token, from number `least` on, that completes one ends the reply before it."""
+    ids = [tiny_model.tokenizer().encode_user(c)[0] for c in text + more + text]
+    transcript, released = feed(ids, stop=[text], min_tokens=least)
+    seen = [(text + more + text)[: n + 1] for n in range(len(ids))]
+    ending = [n for n, part in enumerate(seen, 1) if n >= least and part.endswith(text)]
+    assert len(transcript.tokens) == (ending[0] if ending else len(ids))
+    assert (transcript.finished == "stop") == bool(ending)
+    if ending:
+        assert transcript.text == seen[ending[0] - 1][: -len(text)] == "".join(released)
+
+
 def test_an_unfinished_character_at_the_end_reads_as_a_replacement():
     first = tiny_model.tokenizer().encode_user("€")[0]
     transcript, released = feed([first], max_tokens=1)

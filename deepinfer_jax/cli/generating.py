@@ -38,8 +38,10 @@ _PROMPTS = """\
 A prompt file has one JSON object per line: {"prompt": TEXT}, {"messages": [...]} or
 {"tokens": [...]}, and optionally "id", "tools", "schema" and any option of the reply below as
 "max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids",
-"thinking", "effort", "grammar". A reply depends on the model, its own prompt and options, --seed
-and its id (default: its index), never on the other prompts or the batch size.
+"thinking", "effort", "grammar", "min_tokens", "ignore_eos", "presence_penalty",
+"frequency_penalty", "repetition_penalty", "logit_bias", "allowed_token_ids", "banned_token_ids",
+"golden_token_ids". A reply depends on the model, its own prompt and options, --seed and its id
+(default: its index), never on the other prompts or the batch size.
 """
 _EPILOG = """\
 Compiled programs are kept in $JAX_COMPILATION_CACHE_DIR, by default in
@@ -104,6 +106,11 @@ def _add_options(add: Any) -> None:
         metavar="ID",
         help="end with this token; may be repeated",
     )
+    add("--min-tokens", type=int, metavar="N", help="end no reply before it has N tokens")
+    add("--ignore-eos", action="store_true", default=None, help="go on after the end token")
+    add("--presence-penalty", type=float, metavar="X", help="default 0.0; of tokens in the reply")
+    add("--frequency-penalty", type=float, metavar="X", help="default 0.0; each time that they are")
+    add("--repetition-penalty", type=float, metavar="X", help="default 1.0; of the prompt's, too")
     add("--thinking", action="store_true", default=None, help="let the model reason first")
     add("--effort", metavar="LEVEL", help="low, high, xhigh or max: how long to reason")
     add("--json-schema", type=Path, metavar="FILE", help="replies are JSON values of this schema")

@@ -23,11 +23,12 @@ from deepinfer_jax import cache as caches
 from deepinfer_jax import snapshots
 from deepinfer_jax.engine import programs
 from deepinfer_jax.engine.memory import fitted, free_bytes
-from deepinfer_jax.engine.seats import Work, sampling_of
+from deepinfer_jax.engine.seats import Work, padded, sampling_of, seated_edits
 from deepinfer_jax.engine.sizes import (
     MOST_STEPS,
     PREFILL_ROWS,
     Sizes,
+    grown,
     prefill_rows,
     sizes_for,
     slots_for,
@@ -118,6 +119,7 @@ class Engine:
             snapshots.init_snapshots(self._cache, sizes.snapshots) if sizes.snapshots else None
         )
         self._running = programs.idle(sizes.slots, sizes.stop_ids)
+        self._running = programs.widened(self._running, sizes, model.cfg.vocab_size)
         self._sampling = jax.device_put(sampling_of([None] * sizes.slots))
 
     def submit(self, request: Request, priority: int = 0) -> int:
@@ -135,6 +137,10 @@ class Engine:
         else:
             self._scheduler.limits.check(job)
             self._structured.submit(work, job)
+        needed = grown(self._sizes, [request])
+        if needed != self._sizes:
+            self._sizes = needed
+            self._running = programs.widened(self._running, needed, self._model.cfg.vocab_size)
         self._works[number] = work
         self._count += 1
         return number
@@ -240,7 +246,7 @@ class Engine:
 
     def _enter(self, step: Step) -> None:
         """New jobs into their slots, pages into tables; slots given up stop."""
-        fresh = {seated.slot for seated in step.seated}
+        model, fresh = self._model, {seated.slot for seated in step.seated}
         restored = [(s.snapshot, s.slot) for s in step.seated if s.snapshot is not None]
         for seated in step.seated:
             work = self._works[seated.job]
@@ -255,11 +261,13 @@ class Engine:
             self._cache = dataclasses.replace(self._cache, pages=pages)
         changed, works = fresh | self._stale, self._working()
         if changed:
-            self._running = programs.seat_program(
-                self._running, self._marked(changed),
+            running = programs.seat_program(
+                dataclasses.replace(self._running, edits=None), self._marked(changed),
                 np.array([work.left if work else 0 for work in works], np.int32),
                 np.array([self._ends(work) for work in works], np.int32),
             )  # fmt: skip
+            edits = seated_edits(self._running.edits, works, fresh, model.cfg, self._sizes)
+            self._running = dataclasses.replace(running, edits=edits)
             self._stale.clear()
         if fresh:
             self._sampling = jax.device_put(sampling_of(works))
@@ -422,9 +430,8 @@ class Engine:
 
     def _ends(self, work: Work | None) -> list[int]:
         """The stop ids of a slot, padded with -1."""
-        eos = self._model.cfg.eos_token_id
-        ends = [eos, *work.request.options.stop_token_ids] if work else []
-        return ends + [-1] * (self._sizes.stop_ids - len(ends))
+        ends = work.request.options.ends(self._model.cfg.eos_token_id) if work else []
+        return padded(ends, self._sizes.stop_ids)
 
     def _elapsed(self) -> float:
         return time.perf_counter() - self._start

@@ -11,6 +11,7 @@ import jax
 
 from deepinfer_jax import cache as caches
 from deepinfer_jax.config import ModelConfig
+from deepinfer_jax.engine.programs import idle_edits
 from deepinfer_jax.engine.sizes import Sizes
 from deepinfer_jax.numerics import Numerics
 
@@ -38,10 +39,13 @@ def _available() -> int | None:
 
 @dataclasses.dataclass(frozen=True)
 class Need:
-    """Bytes: of one page of global KV, and of the state of one slot or snapshot beside it."""
+    """Bytes: of one page of global KV, of the state of one slot or snapshot beside it, and of what
+    one slot changes of its logits.
+    """
 
     page: int
     slot: int
+    edits: int = 0
 
 
 def need(cfg: ModelConfig, numerics: Numerics, sizes: Sizes) -> Need:
@@ -54,7 +58,9 @@ def need(cfg: ModelConfig, numerics: Numerics, sizes: Sizes) -> Need:
         return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
     page = nbytes((one.kv, one.keys))
-    return Need(page, nbytes(one) - page)
+    single = dataclasses.replace(sizes, slots=1)
+    own = jax.eval_shape(lambda: idle_edits(single, cfg.vocab_size)) if sizes.edits else None
+    return Need(page, nbytes(one) - page, nbytes(own))
 
 
 def fitted(sizes: Sizes, cfg: ModelConfig, numerics: Numerics, free: int | None) -> Sizes:
@@ -68,14 +74,19 @@ def fitted(sizes: Sizes, cfg: ModelConfig, numerics: Numerics, free: int | None)
     if free is None:
         return sizes
     each = need(cfg, numerics, sizes)
-    state = (sizes.slots + sizes.snapshots) * each.slot
+    state = (sizes.slots + sizes.snapshots) * each.slot + sizes.slots * each.edits
     room = int(SHARE * free) - state
     pages = min(sizes.pages, max(room, 0) // each.page) if each.page else sizes.pages
     if pages < sizes.table:
         raise ValueError(
             f"one sequence of {sizes.capacity} tokens needs {sizes.table} pages of {each.page:,} "
             f"bytes beside {sizes.slots} slots and {sizes.snapshots} snapshots of {each.slot:,} "
-            f"bytes, {state + sizes.table * each.page:,} in all; {SHARE:.0%} of the device's free "
-            f"{free:,} bytes are not enough: lower batch_size or max_tokens"
+            f"bytes{_edits(each)}, {state + sizes.table * each.page:,} in all; {SHARE:.0%} of the "
+            f"device's free {free:,} bytes are not enough: lower batch_size or max_tokens"
         )
     return dataclasses.replace(sizes, pages=pages)
+
+
+def _edits(each: Need) -> str:
+    """In the arithmetic, where requests change their logits."""
+    return f" and edits of {each.edits:,} bytes a slot" if each.edits else ""

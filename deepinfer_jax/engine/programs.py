@@ -10,9 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from deepinfer_jax import edits as editing
 from deepinfer_jax import rounds, snapshots, steps
 from deepinfer_jax.cache import Cache
 from deepinfer_jax.config import ModelConfig
+from deepinfer_jax.edits import Edits
+from deepinfer_jax.engine.sizes import Sizes
 from deepinfer_jax.grammar import expand
 from deepinfer_jax.numerics import Numerics
 from deepinfer_jax.rounds import Round, Running
@@ -41,7 +44,9 @@ def fill(
     position = jnp.where(decoding, cache.lengths, 0)
     rows = join_rows(rows, text_rows(running.tokens, slot, position))
     mask = None if packed is None else expand(packed, cfg.vocab_size)
-    sampled, cache = steps.prefill(params, tables, rows, cache, sampling, cfg, numerics, mask=mask)
+    sampled, cache = steps.prefill(
+        params, tables, rows, cache, sampling, cfg, numerics, mask=mask, edits=running.edits
+    )
     sampled = jax.tree.map(lambda x: x[:, None], sampled)
     taking_part = dataclasses.replace(running, active=decoding | complete)
     nothing = jnp.zeros((b,), jnp.int32)
@@ -100,8 +105,8 @@ def seat(running: Running, fresh: jax.Array, left: jax.Array, stops: jax.Array) 
     """`running` with the slots of `fresh` [B] idle until their prompts are complete, then to emit
     at most `left` [B] tokens, up to one of `stops` [B, S].
     """
-    return Running(
-        tokens=running.tokens,
+    return dataclasses.replace(
+        running,
         active=running.active & ~fresh,
         left=jnp.where(fresh, left, running.left),
         stops=jnp.where(fresh[:, None], stops, running.stops),
@@ -117,6 +122,7 @@ decode_program = jax.jit(
 propose_program = jax.jit(propose, static_argnames=(*_STATIC, "size"))
 settle_program = jax.jit(settle, static_argnames=_STATIC, donate_argnames="cache")
 seat_program = jax.jit(seat)
+edit_program = jax.jit(editing.place, donate_argnums=0)
 take_program = jax.jit(snapshots.take, donate_argnums=0)
 restore_program = jax.jit(snapshots.restore, donate_argnums=0)
 
@@ -127,6 +133,23 @@ def idle(slots: int, stop_ids: int) -> Running:
     return Running(
         nothing, jnp.zeros((slots,), bool), nothing, jnp.full((slots, stop_ids), -1, jnp.int32)
     )
+
+
+def idle_edits(sizes: Sizes, vocab: int) -> Edits:
+    """No slot changes its logits; room as `sizes` says."""
+    return editing.idle(sizes.slots, vocab, sizes.stop_ids, sizes.forced)
+
+
+def widened(running: Running, sizes: Sizes, vocab: int) -> Running:
+    """`running` with room for the ends and edits of `sizes`, which are not fewer than it has."""
+    more = sizes.stop_ids - running.stops.shape[1]
+    stops = jnp.pad(running.stops, ((0, 0), (0, more)), constant_values=-1)
+    edits = running.edits
+    if sizes.edits:
+        edits = idle_edits(sizes, vocab) if edits is None else (
+            editing.widened(edits, sizes.stop_ids, sizes.forced)
+        )  # fmt: skip
+    return dataclasses.replace(running, stops=stops, edits=edits)
 
 
 def make_rows(part: Sequence[tuple[int, int, int]], size: int) -> Rows:

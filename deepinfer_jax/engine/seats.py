@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
+import jax.numpy as jnp
 import numpy as np
 
+from deepinfer_jax import edits as editing
 from deepinfer_jax import grammar, sampling
+from deepinfer_jax.config import ModelConfig
+from deepinfer_jax.edits import Edits
+from deepinfer_jax.engine import programs
+from deepinfer_jax.engine.sizes import Sizes
 from deepinfer_jax.grammar import State
 from deepinfer_jax.requests import Request, Result, Timing
 from deepinfer_jax.rounds import Round
@@ -124,3 +130,43 @@ def sampling_of(seated: Sequence[Work | None]) -> Sampling:
         [o.min_p if o else 0.0 for o in options],
         seeds=[work.request.seed if work else 0 for work in seated],
     )
+
+
+def seated_edits(
+    edits: Edits | None, works: Sequence[Work | None], fresh: Collection[int], cfg: ModelConfig,
+    sizes: Sizes,
+) -> Edits | None:  # fmt: skip
+    """`edits` for the `works` of every slot, those of the `fresh` slots new; it is donated."""
+    if edits is None:
+        return None
+    active = np.array([work is not None and work.request.options.edits for work in works])
+    made: Edits = edits
+    for slot in fresh:
+        work = works[slot]
+        if work is not None and active[slot]:
+            made = programs.edit_program(made, np.int32(slot), _edits_of(work, cfg, sizes))
+    return dataclasses.replace(made, active=jnp.asarray(active))
+
+
+def _edits_of(work: Work, cfg: ModelConfig, sizes: Sizes) -> Edits:
+    """What a request changes of its logits as its reply stands, for one slot."""
+    request, asked = work.request, work.request.options
+    return editing.make_edits(
+        cfg.vocab_size,
+        request.tokens,
+        work.transcript.tokens,
+        bias=dict(asked.biases),
+        allowed=asked.allowed_token_ids,
+        banned=asked.banned_token_ids,
+        repetition=asked.repetition_penalty,
+        frequency=asked.frequency_penalty,
+        presence=asked.presence_penalty,
+        ends=padded(asked.ends(cfg.eos_token_id), sizes.stop_ids),
+        least=asked.min_tokens,
+        forced=padded(asked.golden_token_ids, sizes.forced),
+    )
+
+
+def padded(ids: Sequence[int], size: int) -> list[int]:
+    """`ids` and then -1 up to `size`."""
+    return [*ids, *[-1] * (size - len(ids))]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from deepinfer_jax.cache import Paging
 from deepinfer_jax.config import ModelConfig
@@ -27,6 +27,10 @@ class Sizes:
     pages      pages of global KV, `page_tokens` tokens each
     snapshots  states kept for prompts that begin alike; 0: every prompt is computed from its start
     stop_ids   most ids that end a reply
+    edits      whether requests may change their logits (`Options.edits`)
+    forced     tokens of a reply that they may force (`golden_token_ids`)
+
+    An engine that is given a request beyond the last three grows, and compiles its programs again.
     """
 
     slots: int
@@ -35,6 +39,8 @@ class Sizes:
     page_tokens: int = PAGE_TOKENS
     snapshots: int = 0
     stop_ids: int = STOP_IDS
+    edits: bool = False
+    forced: int = 0
 
     @property
     def paging(self) -> Paging:
@@ -63,13 +69,20 @@ def sizes_for(
 ) -> Sizes:
     """Sizes that hold every one of `requests` (at least one), at most `batch_size` at once."""
     slots = slots_for(len(requests), batch_size)
-    return make_sizes(
-        slots,
-        capacity_for(requests, max_length),
-        cfg,
-        snapshots=slots if len(requests) > 1 else 0,
-        stop_ids=max(STOP_IDS, _power_of_two(max(map(_ends, requests)))),
-    )
+    snapshots = slots if len(requests) > 1 else 0
+    made = make_sizes(slots, capacity_for(requests, max_length), cfg, snapshots)
+    return grown(made, requests)
+
+
+def grown(sizes: Sizes, requests: Iterable[Request]) -> Sizes:
+    """`sizes` with room for the ends and the edits of these requests."""
+    stop_ids, edits, forced = sizes.stop_ids, sizes.edits, sizes.forced
+    for request in requests:
+        golden = len(request.options.golden_token_ids)
+        stop_ids = max(stop_ids, _power_of_two(_ends(request)))
+        edits = edits or request.options.edits
+        forced = max(forced, _power_of_two(golden) if golden else 0)
+    return dataclasses.replace(sizes, stop_ids=stop_ids, edits=edits, forced=forced)
 
 
 def slots_for(count: int, batch_size: int | None) -> int:

@@ -9,7 +9,7 @@ import numpy as np
 
 from deepinfer_jax import grammar
 from deepinfer_jax.engine.seats import Work
-from deepinfer_jax.grammar import Compiler, GrammarError, Masks, Ticket
+from deepinfer_jax.grammar import Compiler, GrammarError, Masks, State, Ticket
 from deepinfer_jax.loading import Model
 from deepinfer_jax.scheduling import Job
 
@@ -78,12 +78,34 @@ class Structured:
         """Masks of those `works`, one of every slot, that have a grammar, along drafts [B, N]."""
         assert self._compiler is not None, "no request has a grammar"
         looked = [
-            grammar.masks(work.state, row) if work and work.state else None
+            self._masks(work, work.state, row) if work and work.state else None
             for work, row in zip(works, drafts.tolist(), strict=True)
         ]
         packed = grammar.stack(looked, drafts.shape[1] + 1, self._compiler.vocabulary)
         legal = [one.legal if one else drafts.shape[1] for one in looked]
         return Looked(packed, np.array(legal, np.int32), tuple(looked))
+
+    def _masks(self, work: Work, state: State, drafts: list[int]) -> Masks:
+        """Of one request; failed where its edits leave nothing of what the grammar allows next."""
+        found, cfg, options = grammar.masks(state, drafts), self._model.cfg, work.request.options
+        if found.failure is not None or not options.edits:
+            return found
+        sayable = np.ones(cfg.vocab_size, bool)
+        if options.allowed_token_ids is not None:
+            sayable[:] = False
+            sayable[list(options.allowed_token_ids)] = True
+        sayable[list(options.banned_token_ids)] = False
+        count = len(work.transcript.tokens)
+        if count < options.min_tokens:
+            sayable[list(options.ends(cfg.eos_token_id))] = False
+        if (found.rows[0] & grammar.pack(sayable)).any():
+            return found
+        return found._replace(failure=GrammarError(
+            "unsatisfiable",
+            f"request {work.request.id!r}: allowed_token_ids, banned_token_ids or "
+            f"min_tokens={options.min_tokens} leave none of the tokens that the grammar allows "
+            f"after {count} tokens; loosen them or the grammar",
+        ))  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)

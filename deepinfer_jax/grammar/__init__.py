@@ -27,7 +27,7 @@ use them at once; different requests may, and llguidance lets other threads run 
 llguidance, the extra `structured`, is imported when a vocabulary is made, not before.
 """
 
-from deepinfer_jax.grammar.bits import expand
+from deepinfer_jax.grammar.bits import expand, pack
 from deepinfer_jax.grammar.compiler import Compiled, Compiler, Ticket
 from deepinfer_jax.grammar.errors import GrammarError
 from deepinfer_jax.grammar.matcher import Masks, State, advance, masks, stack, start
@@ -53,6 +53,7 @@ __all__ = [
     "expand",
     "make_vocabulary",
     "masks",
+    "pack",
     "stack",
     "start",
 ]

@@ -1,4 +1,4 @@
-"""Packed masks on the device: one bit of a 32-bit word per token id."""
+"""Packed masks: one bit of a 32-bit word per token id."""
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +10,13 @@ WORD = 32
 def words(vocab: int) -> int:
     """Words that hold `vocab` bits."""
     return -(-vocab // WORD)
+
+
+def pack(allowed: np.ndarray) -> np.ndarray:
+    """[W] uint32 of `allowed` [V] bool, on the host; the bits beyond V are 0."""
+    wide = np.zeros(words(len(allowed)) * WORD, bool)
+    wide[: len(allowed)] = allowed
+    return np.packbits(wide, bitorder="little").view("<u4").astype(np.uint32)
 
 
 def expand(packed: jax.Array | np.ndarray, vocab: int) -> jax.Array:

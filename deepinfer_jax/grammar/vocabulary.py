@@ -77,9 +77,7 @@ def from_bytes(table: Sequence[bytes | None], *, eos: int, size: int | None = No
     digest = hashlib.sha256(f"{size} {eos}".encode())
     for word in words:
         digest.update(len(word).to_bytes(4, "little") + word)
-    text = np.zeros(bits.words(size) * bits.WORD, bool)
-    text[:size] = [bool(word) for word in words]
-    packed = np.packbits(text, bitorder="little").view("<u4").astype(np.uint32)
+    packed = bits.pack(np.array([bool(word) for word in words]))
     packed.flags.writeable = False
     return Vocabulary(digest.hexdigest(), size, eos, packed, _handle(words, eos))
 

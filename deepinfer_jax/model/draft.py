@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -30,7 +30,7 @@ from deepinfer_jax.numerics import Numerics
 from deepinfer_jax.rows import Rows
 from deepinfer_jax.tables import Rotation, Tables
 
-Pick = Callable[[jax.Array, jax.Array], jax.Array]
+Pick = Callable[[jax.Array, jax.Array, Sequence[jax.Array]], jax.Array]
 
 
 @jax.tree_util.register_dataclass
@@ -257,7 +257,8 @@ def draft(
     Args:
       slots [B], positions [B], anchors [B]: the newest token of each slot and where it stands; its
         own KV is not needed, the context of all positions before it is (`store_context`).
-      pick: (logits [B, V], absolute position [B]) -> tokens [B], the target's own sampling rule.
+      pick: (logits [B, V], absolute position [B], the drafts before, each [B]) -> tokens [B], the
+        target's own sampling rule.
     """
     size = cfg.dspark_block_size if size is None else size
     if not 1 <= size <= cfg.dspark_block_size:
@@ -275,7 +276,7 @@ def draft(
         found, sure = chained(params, u[:, k], base[:, k], previous, numerics)
         logits.append(found)
         confidence.append(sure)
-        previous = pick(logits[-1], positions + 1 + k)
+        previous = pick(logits[-1], positions + 1 + k, tokens)
         tokens.append(previous)
     return Draft(
         tokens=jnp.stack(tokens, axis=1),

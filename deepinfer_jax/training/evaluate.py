@@ -133,7 +133,7 @@ def drafts_everywhere(
     cache = draft.store_context(params, tables, hidden, cache, cfg, numerics)
     each = jax.tree.map(lambda x: jnp.repeat(x, length, axis=0), options)
 
-    def pick(logits: jax.Array, index: jax.Array) -> jax.Array:
+    def pick(logits: jax.Array, index: jax.Array, _: Sequence[jax.Array]) -> jax.Array:
         return sampling.sample(logits, each, index).token
 
     made = draft.draft(

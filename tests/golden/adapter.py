@@ -146,7 +146,7 @@ def _forward(
     return head.logits(params, hidden.output, numerics), hidden.routed
 
 
-def _greedy(logits: jax.Array, position: jax.Array) -> jax.Array:
+def _greedy(logits: jax.Array, *_: Any) -> jax.Array:
     """Drafts are recorded at temperature zero."""
     return jnp.argmax(logits, axis=-1).astype(jnp.int32)
 

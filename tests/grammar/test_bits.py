@@ -19,6 +19,12 @@ def test_expand_against_numpy(dtype):
     np.testing.assert_array_equal(got, wanted.astype(bool))
 
 
+def test_what_is_packed_is_expanded_again():
+    allowed = np.random.default_rng(3).random(75) < 0.5
+    np.testing.assert_array_equal(EXPAND(grammar.pack(allowed), 75), allowed)
+    assert grammar.pack(np.ones(75, bool)).tolist() == [2**32 - 1, 2**32 - 1, 2**11 - 1]
+
+
 def test_expand_refuses_what_is_no_mask():
     with pytest.raises(TypeError, match="packed must be int32 or uint32, got float32"):
         grammar.expand(np.zeros((1, 3), np.float32), 75)
