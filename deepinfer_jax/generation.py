@@ -3,66 +3,59 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Unpack
 
 from deepinfer_jax import engine
 from deepinfer_jax import prompts as prompting
 from deepinfer_jax.engine import Update
-from deepinfer_jax.grammar import Grammar
 from deepinfer_jax.loading import Model
 from deepinfer_jax.planning.policies import OFF, Policy
-from deepinfer_jax.requests import Options, Request, Result
-from deepinfer_jax.text.chat import Effort
+from deepinfer_jax.requests import OptionArguments, Options, Request, Result, make_options
 
 
 def generate(
     model: Model,
     prompts: Sequence[Any],
     *,
-    max_tokens: int = 256,
-    temperature: float = 1.0,
-    top_p: float = 1.0,
-    top_k: int = -1,
-    min_p: float = 0.0,
-    seed: int = 0,
-    stop: str | Sequence[str] = (),
-    stop_token_ids: Sequence[int] = (),
-    thinking: bool = False,
-    effort: Effort | None = None,
-    grammar: Grammar | None = None,
     batch_size: int | None = None,
     speculative: Policy = OFF,
+    **options: Unpack[OptionArguments],
 ) -> list[Result]:
     """One reply to each prompt, in order.
 
     A prompt is a string (one user message), a list of messages, a list of token ids, or a mapping
     with one of these as `prompt`, `messages` or `tokens` and any of its own `id`, `tools`, `schema`
-    and arguments of this function but the last two.
+    and options.
 
     A reply depends on the model, its own prompt, options and noise seed, bit for bit, and not on
     the other prompts or the batch. The noise seed is derived from `seed` and the prompt's id, by
     default its index; a `seed` of its own is used as it is.
 
     Args:
-      model: from `load`. max_tokens: of a reply, which must fit `model.max_length` with its prompt.
-      temperature: 0 takes the most probable token, lowest id on ties. top_p, top_k, min_p:
-        truncation; 1.0, -1 and 0.0 keep everything.
+      model: from `load`.
+      batch_size: most prompts at once, default 8; speculative: use of the drafter (`planning`),
+        default none. They change speed and memory only.
+
+    Options, by name (`requests.Options`):
+      max_tokens: of a reply, which must fit `model.max_length` with its prompt; default 256.
+      temperature: default 1.0; 0 takes the most probable token, lowest id on ties. top_p, top_k,
+        min_p: truncation; the defaults 1.0, -1 and 0.0 keep everything.
+      seed: default 0.
       stop: strings that end a reply, before them; stop_token_ids: ids, beside the end token.
       thinking, effort: let the model reason first, and for how long (low, high, xhigh or max).
       grammar: what the replies must follow (`grammar.Grammar`); needs the extra `structured`.
-      batch_size: most prompts at once, default 8; speculative: use of the drafter (`planning`),
-        default none. They change speed and memory only.
+      logit_bias: {token id: number added to its logit}. allowed_token_ids: the only tokens that may
+        be said; banned_token_ids: tokens that are never said.
+      presence_penalty, frequency_penalty (of tokens of the reply), repetition_penalty (of the
+        prompt, too): as in vLLM; the defaults 0.0, 0.0 and 1.0 are off.
+      min_tokens: end no reply before it has so many; ignore_eos: go on after the end token.
+      golden_token_ids: what the first tokens of the reply are; -1: free.
 
     Raises:
       TypeError, ValueError: the first prompt or option that cannot be run; nothing was compiled.
       ImportError: llguidance is missing. FloatingPointError, GrammarError: a request failed alone.
     """
-    options = Options(
-        max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p,
-        seed=seed, stop=stop, stop_token_ids=stop_token_ids, thinking=thinking, effort=effort,
-        grammar=grammar,
-    )  # fmt: skip
-    requests = _requests(model, prompts, options)
+    requests = _requests(model, prompts, make_options(**options))
     made = updates(model, requests, batch_size=batch_size, speculative=speculative)
     return _results(made, len(requests))
 
@@ -85,29 +78,15 @@ def stream(
     model: Model,
     prompt: Any,
     *,
-    max_tokens: int = 256,
-    temperature: float = 1.0,
-    top_p: float = 1.0,
-    top_k: int = -1,
-    min_p: float = 0.0,
-    seed: int = 0,
-    stop: str | Sequence[str] = (),
-    stop_token_ids: Sequence[int] = (),
-    thinking: bool = False,
-    effort: Effort | None = None,
-    grammar: Grammar | None = None,
     speculative: Policy = OFF,
+    **options: Unpack[OptionArguments],
 ) -> Iterator[str]:
     """The reply to one prompt as it comes; its pieces join to the text that `generate` returns.
 
-    Arguments and errors as in `generate`; errors of arguments are raised by the call itself.
+    Arguments, options and errors as in `generate`; errors of arguments are raised by the call
+    itself.
     """
-    options = Options(
-        max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p,
-        seed=seed, stop=stop, stop_token_ids=stop_token_ids, thinking=thinking, effort=effort,
-        grammar=grammar,
-    )  # fmt: skip
-    requests = _requests(model, [prompt], options)
+    requests = _requests(model, [prompt], make_options(**options))
     return _texts(updates(model, requests, eager=True, speculative=speculative))
 
 

@@ -6,7 +6,7 @@ import dataclasses
 import html
 import numbers
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict, Unpack
 
 from deepinfer_jax import sampling
 from deepinfer_jax.grammar import Grammar
@@ -171,6 +171,40 @@ class Options:
                 "golden_token_ids and grammar cannot be given together, because forced tokens need "
                 "not follow a grammar: give one of the two"
             )
+
+
+class OptionArguments(TypedDict, total=False):
+    """The fields of `Options` as arguments of a function, for `**options: Unpack[...]`."""
+
+    max_tokens: int
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    seed: int
+    stop: Sequence[str]
+    stop_token_ids: Sequence[int]
+    thinking: bool
+    effort: Effort | None
+    grammar: Grammar | Mapping[str, Any] | None
+    logit_bias: Bias
+    allowed_token_ids: Sequence[int] | None
+    banned_token_ids: Sequence[int]
+    presence_penalty: float
+    frequency_penalty: float
+    repetition_penalty: float
+    min_tokens: int
+    ignore_eos: bool
+    golden_token_ids: Sequence[int]
+
+
+def make_options(**given: Unpack[OptionArguments]) -> Options:
+    """`Options` of arguments by name. Raises TypeError for a name that is none of its fields."""
+    known = [field.name for field in dataclasses.fields(Options)]
+    unknown = [name for name in given if name not in known]
+    if unknown:
+        raise TypeError(f"unknown option {unknown[0]!r}; known are {', '.join(known)}")
+    return Options(**given)
 
 
 def _biases(given: Any) -> tuple[tuple[int, float], ...]:

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import itertools
 import random
+import typing
 
 import jax
 import numpy as np
@@ -14,7 +15,7 @@ from deepinfer_jax import engine, generation
 from deepinfer_jax.engine import programs
 from deepinfer_jax.engine.sizes import SHORTEST_CAPACITY
 from deepinfer_jax.prompts import make_requests
-from deepinfer_jax.requests import Options
+from deepinfer_jax.requests import OptionArguments, Options
 from deepinfer_jax.training import corpus
 from tests import tiny_model
 
@@ -149,6 +150,18 @@ def test_a_lost_result_is_noticed(monkeypatch):
     monkeypatch.setattr(generation, "updates", lambda *args, **options: iter(()))
     with pytest.raises(AssertionError, match="0 results of 1 requests"):
         di.generate(tiny_model.model(), ["a"])
+
+
+def test_options_are_arguments():
+    """All of them, of the same types, and no other; the documentation names each."""
+    assert typing.get_type_hints(OptionArguments) == typing.get_type_hints(Options)
+    assert OptionArguments.__optional_keys__ >= {"seed", "logit_bias"}
+    for name in typing.get_type_hints(Options):
+        assert name in di.generate.__doc__
+    with pytest.raises(TypeError, match="unknown option 'temprature'; known are max_tokens, temp"):
+        di.generate(tiny_model.model(), ["a"], temprature=1)
+    with pytest.raises(TypeError, match="unknown option 'batch_size'"):
+        di.stream(tiny_model.model(), "a", batch_size=1)
 
 
 def test_a_bad_argument_is_refused_by_the_call():
