@@ -6,25 +6,22 @@ import dataclasses
 import functools
 import re
 
-import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import deepinfer_jax as di
 from deepinfer_jax import edits as editing
-from deepinfer_jax import planning, steps
-from deepinfer_jax.engine import Engine, Sizes, memory, programs
+from deepinfer_jax import planning
+from deepinfer_jax.engine import Engine, memory, programs
 from deepinfer_jax.engine.sizes import grown, sizes_for
 from deepinfer_jax.engine.structured import Structured
 from deepinfer_jax.prompts import make_requests
 from deepinfer_jax.requests import Options
 from tests import tiny_model
+from tests.engine.test_engine import SIZES
 
-V, FORCED = 2048, 4
-SIZES = Sizes(
-    slots=3, capacity=96, pages=6, page_tokens=16, snapshots=2, stop_ids=32, edits=True,
-    forced=FORCED,
-)  # fmt: skip
+V, FORCED = 2048, SIZES.forced
 SET = list(range(1, 60, 2))  # the model's end token, 1, among them
 # What requests ask, and the same for `make_edits`.
 KINDS = [
@@ -39,9 +36,9 @@ KINDS = [
         {"repetition": 1.7, "frequency": 0.8, "presence": 0.4, "allowed": SET},
     ),
     (
-        {"allowed_token_ids": SET, "min_tokens": 6, "stop_token_ids": SET[3:20], "top_p": 0.9,
+        {"allowed_token_ids": SET, "min_tokens": 6, "stop_token_ids": SET[3:6], "top_p": 0.9,
          "temperature": 30.0},
-        {"allowed": SET, "least": 6, "ends": [1, *SET[3:20]]},
+        {"allowed": SET, "least": 6, "ends": [1, *SET[3:6]]},
     ),
     (
         {"golden_token_ids": [5, 1, -1, 9], "ignore_eos": True, "banned_token_ids": [5, 6]},
@@ -76,33 +73,47 @@ def answered(asked, sizes=SIZES, **more) -> dict[int, di.Result]:
     return {numbers[index]: result for index, result in made.items()}
 
 
-_prefill = jax.jit(steps.prefill, static_argnames=("cfg", "numerics"))
-
-
 def by_hand(number: int, length: int) -> list[tuple]:
-    """Tokens and numbers of a request, `prefill` after `prefill`, its edits made anew each time."""
+    """Tokens and numbers of a request by calls with prompts, its edits made anew for each token."""
     model, request, asked = tiny_model.model(), requests()[number], KINDS[number % len(KINDS)][1]
-    o = request.options
-    sampling = di.make_sampling(1, o.temperature, o.top_p, o.top_k, o.min_p, seeds=[request.seed])
-    cache = di.init_cache(model.cfg, model.numerics, 1, 96)
-    fed, found = list(request.tokens), []
+    o, mine = request.options, np.arange(SIZES.slots) == 1
+    seeds = [request.seed] * SIZES.slots
+    sampling = di.make_sampling(
+        SIZES.slots, o.temperature, o.top_p, o.top_k, o.min_p, seeds=seeds
+    )  # fmt: skip
+    cache = di.init_cache(model.cfg, model.numerics, SIZES.slots, 96, paging=SIZES.paging)
+    pages = np.where(mine[:, None], np.arange(SIZES.table), -1).astype(np.int32)
+    cache = dataclasses.replace(cache, pages=jnp.asarray(pages))
+    idle = programs.widened(programs.idle(SIZES.slots, SIZES.stop_ids), SIZES, V)
+    idle = dataclasses.replace(idle, left=idle.left + 99)
+    fed, found, nobody = list(request.tokens), [], np.zeros(SIZES.slots, bool)
     while len(found) < length:
-        start, reply = int(cache.lengths[0]), [token for token, *_ in found]
-        room = {"ends": [*(asked or {}).get("ends", []), *[-1] * 32][:32]}
-        room["forced"] = [*(asked or {}).get("forced", []), *[-1] * FORCED][:FORCED]
-        own = editing.make_edits(V, request.tokens, reply, **{**(asked or {}), **room})
-        own = dataclasses.replace(own, active=np.array([asked is not None]))
-        part = [(token, 0, start + place) for place, token in enumerate(fed[:32])]
-        fed = fed[32:]
-        seen, cache = _prefill(
-            model.params, model.tables, programs.make_rows(part, 32), cache, sampling, model.cfg,
-            model.numerics, edits=own,
+        start, reply = int(cache.lengths[1]), [token for token, *_ in found]
+        running = dataclasses.replace(idle, edits=edited(idle.edits, request.tokens, reply, asked))
+        part, fed = [(t, 1, start + i) for i, t in enumerate(fed[:32])], fed[32:]
+        made, _, cache = programs.fill_program(
+            model.params, model.tables, programs.make_rows(part, 32), nobody if fed else mine,
+            nobody, running, cache, sampling, model.cfg, model.numerics, None,
         )  # fmt: skip
         if not fed:
+            seen = made.sampled
             numbers = seen.token, seen.logprob_raw, seen.logprob_processed, seen.kept_mass
-            found.append(tuple(np.asarray(x)[0].item() for x in numbers))
+            found.append(tuple(np.asarray(x)[0, 1, 0].item() for x in numbers))
             fed = [found[-1][0]]
     return found
+
+
+def edited(idle, prompt, reply, asked):
+    """The edits of slot 1, if it has any."""
+    if asked is None:
+        return idle
+    room = {
+        name: [*asked.get(name, []), *[-1] * size][:size]
+        for name, size in (("ends", SIZES.stop_ids), ("forced", FORCED))
+    }
+    return editing.place(
+        idle, np.int32(1), editing.make_edits(V, prompt, reply, **{**asked, **room})
+    )
 
 
 @functools.cache
@@ -130,7 +141,7 @@ def test_replies_do_what_their_options_say():
             assert len(set(result.tokens)) > len(result.tokens) // 2
         if kind == 3:
             assert len(result.tokens) > 6
-            assert not set(result.tokens[:6]) & {1, *SET[3:20]}
+            assert not set(result.tokens[:6]) & {1, *SET[3:6]}
             assert result.finish_reason == "stop"
         if kind == 4:
             assert np.take(result.tokens, [0, 1, 3]).tolist() == [5, 1, 9]
@@ -232,7 +243,12 @@ def test_sizes_have_room_for_what_is_asked():
     assert (few.edits, few.forced, few.stop_ids) == (True, 0, 4)
     assert not sizes_for(requests()[:1], model.cfg, model.max_length).edits
     many = grown(few, requests())
-    assert many == dataclasses.replace(few, forced=4, stop_ids=32)
+    assert many == dataclasses.replace(few, forced=4)
+    (more,) = make_requests(
+        [{"tokens": [5], "stop_token_ids": [3, 4, 5, 6]}], Options(), model.tokenizer, model.cfg,
+        model.max_length,
+    )  # fmt: skip
+    assert grown(few, [more]) == dataclasses.replace(few, stop_ids=8)
     assert grown(many, requests()[:1]) == many
 
 

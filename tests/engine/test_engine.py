@@ -19,23 +19,29 @@ from deepinfer_jax.requests import Options
 from deepinfer_jax.scheduling import FirstCome, Priority, ShortestFirst
 from tests import tiny_model
 
-# Room for one long request, or two or three short ones.
-SIZES = Sizes(slots=3, capacity=96, pages=6, page_tokens=16, snapshots=2)
+# Room for one long request, or two or three short ones; programs that tests/engine share.
+SIZES = Sizes(
+    slots=3, capacity=96, pages=6, page_tokens=16, snapshots=2, edits=True, forced=4
+)  # fmt: skip
 COUNT = 11
 HEAD = np.random.default_rng(3).integers(3, 2048, 37).tolist()  # what some prompts begin with
 
 
 @functools.cache
 def prompts() -> list[dict]:
-    """Prompts of 3 to 61 tokens, half of them beginning alike; replies of 1 to 31 tokens."""
+    """Prompts of 3 to 61 tokens, half of them beginning alike; replies of 1 to 31 tokens, every
+    third of logits that depend on those before.
+    """
     rng = np.random.default_rng(9)
     kinds = [{}, {"temperature": 0}, {"top_p": 0.8}, {"temperature": 20.0}]
+    edits = {"repetition_penalty": 1.5, "frequency_penalty": 0.7, "logit_bias": {"40": 4.0}}
     return [
         {
             "tokens": (HEAD if n % 2 else []) + rng.integers(3, 2048, 3 + 2 * n).tolist(),
             "id": str(n),
             "max_tokens": 1 + 7 * n % 32,
             **kinds[n % 4],
+            **(edits if n % 3 == 1 else {}),
         }
         for n in range(COUNT)
     ]
@@ -178,7 +184,7 @@ def test_what_can_never_fit_is_refused_with_the_arithmetic():
 def test_pages_are_those_that_fit_the_memory():
     model, wide = tiny_model.model(), dataclasses.replace(SIZES, pages=8)
     each = memory.need(model.cfg, model.numerics, wide)
-    state = 5 * each.slot
+    state = 5 * each.slot + 3 * each.edits
     for pages in (6, 7):
         free = int((state + pages * each.page) / memory.SHARE) + 1
         found = memory.fitted(wide, model.cfg, model.numerics, free)

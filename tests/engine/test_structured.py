@@ -19,7 +19,9 @@ from deepinfer_jax.prompts import make_requests
 from deepinfer_jax.requests import Options
 from tests import tiny_model
 
-SIZES = Sizes(slots=3, capacity=96, pages=6, page_tokens=16, snapshots=2)  # as in test_engine
+SIZES = Sizes(  # as in test_engine
+    slots=3, capacity=96, pages=6, page_tokens=16, snapshots=2, edits=True, forced=4
+)  # fmt: skip
 WORDS = r"(yes|no|maybe)( (yes|no)){2,5}\."
 SCHEMA = {
     "type": "object",
@@ -39,9 +41,10 @@ def requests():
         {},
         {"grammar": {"kind": "json", "schema": SCHEMA}, "temperature": 0.5},
     ]
+    edits = {"presence_penalty": 3.0, "banned_token_ids": [40, 41], "min_tokens": 4}
     prompts = [
         {"tokens": rng.integers(3, 2048, 4 + 5 * n).tolist(), "id": str(n), "max_tokens": 48,
-         **kinds[n % 3]}
+         **kinds[n % 3], **(edits if n in (4, 5, 6) else {})}
         for n in range(9)
     ]  # fmt: skip
     prompts[3]["grammar"] = {"schema_type": "regex", "schema": "(unclosed"}
