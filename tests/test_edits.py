@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from typing import Any
@@ -171,17 +172,17 @@ def one_by_one(prompts, every) -> list[list[tuple]]:
     return found
 
 
+@pytest.mark.parametrize("drafts", [pytest.param(0, marks=pytest.mark.exhaustive), DRAFTS])
 @given(
     prompts=st.lists(PROMPTS, min_size=B, max_size=B),
     every=st.lists(ASKED, min_size=B, max_size=B),
     seed=st.integers(0, 99),
 )
-@settings(max_examples=30)
-def test_any_use_of_drafts_gives_the_reply_of_the_reference(prompts, every, seed):
+@settings(max_examples=15)
+def test_any_use_of_drafts_gives_the_reply_of_the_reference(prompts, every, seed, drafts):
     """Tokens and all three numbers, in every bit, of requests of all kinds side by side."""
     want = one_by_one(prompts, every)
-    for drafts in (0, DRAFTS):
-        assert replies(prompts, every, drafts, np.random.default_rng(seed)) == want
+    assert replies(prompts, every, drafts, np.random.default_rng(seed)) == want
     for asked, reply in zip(every, want, strict=True):
         check(asked or {}, reply)
 
@@ -234,19 +235,27 @@ def edited_sample(logits, edits, chosen, index):
     return sampling.sample(logits, chosen, index, allowed, own)
 
 
-@pytest.mark.parametrize("which", [(40, 300), (5, 4099)])
-def test_a_row_without_edits_has_the_bits_of_a_program_without(which):
-    """Beside rows that have edits; in shapes of tests/test_sampling.py."""
-    count, vocab = which
+def repeated(one: editing.Edits, count: int) -> editing.Edits:
+    return jax.tree.map(lambda x: np.broadcast_to(x, (count, *x.shape[1:])), one)
+
+
+# More numbers than a compiler treats as few: in all, or in a row.
+WIDE = [
+    (DRAWS, 11),
+    *(pytest.param(*size, marks=pytest.mark.exhaustive) for size in [(40, 300), (5, 4099)]),
+]
+
+
+@pytest.mark.parametrize(("count", "vocab"), WIDE)
+def test_a_row_without_edits_has_the_bits_of_a_program_without(count, vocab):
+    """Beside rows that have edits."""
     logits, chosen, index = mixed_batch(count, vocab)
-    edits = editing.idle(count, vocab, ENDS, 0)
-    for slot in range(0, count, 3):
-        one = editing.make_edits(
-            vocab, [3, 4], [5, 5], bias={7: 2.5}, banned=[8], repetition=1.7, frequency=0.3,
-            presence=-0.2, ends=[1, -1], least=9999,
-        )  # fmt: skip
-        edits = editing.place(edits, np.int32(slot), one)
+    one = editing.make_edits(
+        vocab, [3, 4], [5, 5], bias={7: 2.5}, banned=[8], repetition=1.7, frequency=0.3,
+        presence=-0.2, ends=[1], least=2**30,
+    )  # fmt: skip
     plain = np.arange(count) % 3 > 0
+    edits = dataclasses.replace(repeated(one, count), active=~plain)
     got, want = edited_sample(logits, edits, chosen, index), SAMPLE(logits, chosen, index)
     assert_same_bits(*(jax.tree.map(lambda x: np.asarray(x)[plain], part) for part in (got, want)))
     assert not np.array_equal(got.logprob_processed, want.logprob_processed)
@@ -259,17 +268,18 @@ def test_without_edits_there_is_nothing_to_compute():
 
 
 def test_largest_values_leave_finite_numbers():
-    """At the limits of `requests.Options`, at the coldest temperature that draws."""
-    most = 1e9
-    one = made([1, 2], [2] * 1000, {
-        "bias": {1: most, 2: -most, 4: most}, "repetition": most, "frequency": most,
-        "presence": most,
-    })  # fmt: skip
-    logits = np.linspace(-30, 30, V, dtype=np.float32)[None]
-    for heat in (1e-5, 1.0):
-        chosen = sampling.make_sampling(1, heat, seeds=[3])
-        seen = edited_sample(logits, one, chosen, np.array([1002], np.int32))
-        assert all(np.isfinite(np.asarray(x)).all() for x in numbers_of(seen))
+    """At the limits of `requests.Options`, at the coldest temperature that draws, too."""
+    most, vocab = 1e9, 11
+    one = editing.make_edits(
+        vocab, [1, 2], [2] * 1000, bias={1: most, 2: -most, 4: most}, repetition=most,
+        frequency=most, presence=most, ends=[-1],
+    )  # fmt: skip
+    logits = np.tile(np.linspace(-30, 30, vocab, dtype=np.float32), (DRAWS, 1))
+    heat = np.resize([1e-5, 1.0, 0.0], DRAWS)
+    chosen = sampling.make_sampling(DRAWS, heat, seeds=range(DRAWS))
+    index = np.full(DRAWS, 1002, np.int32)
+    seen = edited_sample(logits, repeated(one, DRAWS), chosen, index)
+    assert all(np.isfinite(np.asarray(x)).all() for x in numbers_of(seen))
 
 
 # -- the distribution ------------------------------------------------------------------------------
@@ -285,8 +295,7 @@ PROMPT, REPLY = [1, 4], [3, 6, 6]
 
 
 def wide_rows(asked) -> editing.Edits:
-    one = editing.make_edits(11, PROMPT, REPLY, **{"ends": [-1], **asked})
-    return jax.tree.map(lambda x: jnp.broadcast_to(x, (DRAWS, *x.shape[1:])), one)
+    return repeated(editing.make_edits(11, PROMPT, REPLY, **{"ends": [-1], **asked}), DRAWS)
 
 
 def chances(logits, asked, limits) -> np.ndarray:
