@@ -15,6 +15,7 @@ from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.edits import Edits
 from deepinfer_jax.engine import programs
 from deepinfer_jax.engine.sizes import Sizes
+from deepinfer_jax.engine.watch import Watch
 from deepinfer_jax.grammar import State
 from deepinfer_jax.requests import Request, Result, Timing
 from deepinfer_jax.rounds import Round
@@ -134,7 +135,7 @@ def sampling_of(seated: Sequence[Work | None]) -> Sampling:
 
 def seated_edits(
     edits: Edits | None, works: Sequence[Work | None], fresh: Collection[int], cfg: ModelConfig,
-    sizes: Sizes,
+    sizes: Sizes, watch: Watch,
 ) -> Edits | None:  # fmt: skip
     """`edits` for the `works` of every slot, those of the `fresh` slots new; it is donated."""
     if edits is None:
@@ -144,7 +145,8 @@ def seated_edits(
     for slot in fresh:
         work = works[slot]
         if work is not None and active[slot]:
-            made = programs.edit_program(made, np.int32(slot), _edits_of(work, cfg, sizes))
+            one = _edits_of(work, cfg, sizes)
+            made = watch.ask(programs.edit_program, made, np.int32(slot), one)
     return dataclasses.replace(made, active=jnp.asarray(active))
 
 
