@@ -158,8 +158,8 @@ def _kind(value: Any) -> str:
     if not isinstance(value, jax.Array | np.ndarray | np.generic):
         return repr(value)
     # An array that is bound to devices makes another program than one that is not.
-    bound = isinstance(value, jax.Array) and getattr(value, "committed", False)
-    return f"{value.dtype}{list(value.shape)}" + (f" on {value.sharding}" if bound else "")
+    place = f" on {getattr(value, 'sharding', None)}" if getattr(value, "committed", False) else ""
+    return f"{value.dtype}{list(value.shape)}{place}"
 
 
 def _ready(value: Any) -> bool:

@@ -94,7 +94,7 @@ def test_the_list_of_programs(policy, ruled, labels):
     prompts = [
         f"prompts, {n} rows{m}" for n in (32, 256) for m in ("", " under grammars")[: 1 + ruled]
     ]
-    want = [*prompts, *labels, "snapshots", "beginnings", "seats"]
+    want = [*prompts, *labels, "snapshots", "beginnings", "edits", "seats"]
     assert [a[: len(b)] for a, b in zip(found, want, strict=True)] == want
 
 
@@ -205,7 +205,7 @@ def test_after_warming_up_a_run_compiles_nothing(monkeypatch):
             found[update.index] = update.result
     seconds, after = time.perf_counter() - start, running.statistics()
     assert [found[n] for n in range(test_engine.COUNT)] == test_engine.alone()
-    assert {each.total for each in told} <= {5}
+    assert {each.total for each in told} <= {6}
     assert (after.compiled, after.recompiled) == (before.compiled, 0)
     assert (after.done, after.failed, after.running) == (test_engine.COUNT, 0, 0)
     assert after.tokens == sum(len(result.tokens) for result in found.values())
