@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import importlib.metadata
-import os
 import platform
 import statistics
 import time
@@ -33,6 +32,7 @@ from deepinfer_jax.engine.sizes import (
     SHORTEST_CAPACITY,
     STOP_IDS,
 )
+from deepinfer_jax.engine.warming import cores
 from deepinfer_jax.loading import Model
 from deepinfer_jax.planning.cost_table import CostTable, Curve
 from deepinfer_jax.planning.schedules import Fill, Lengths
@@ -55,13 +55,6 @@ def hardware() -> str:
     if devices[0].platform != "cpu":
         return f"{len(devices)} x {devices[0].device_kind}"
     return f"{_processor()}, {cores()} cores"
-
-
-def cores() -> int:
-    """Processor cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1  # not Linux
 
 
 def _processor() -> str:

@@ -11,7 +11,7 @@ import dataclasses
 import hashlib
 import json
 import reprlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -58,24 +58,47 @@ def make_requests(
         )
     prompts = list(prompts)
     places = [f"prompts[{i}]" for i in range(len(prompts))] if places is None else places
-    requests, seen = [], {}
+    requests = []
+    seen: dict[str, str] = {}
     for index, (prompt, place) in enumerate(zip(prompts, places, strict=True)):
-        try:
-            request = _request(prompt, index, options, tokenizer)
-            _check_tokens(request, cfg, max_length)
-        except (TypeError, ValueError) as error:
-            kind = TypeError if isinstance(error, TypeError) else ValueError
-            raise kind(f"{place}: {error}") from None
-        except RecursionError:
-            raise ValueError(f"{place} is nested too deep to be rendered; flatten it") from None
-        name = str(request.id)
-        if name in seen:
-            raise ValueError(
-                f"{place}: id {reprlib.repr(name)} is also that of {seen[name]}; ids are names"
-            )
-        seen[name] = place
-        requests.append(request)
+        made = make_request(prompt, index, options, tokenizer, cfg, max_length, place)
+        check_name(prompt_name(prompt, index), place, seen)
+        requests.append(made)
     return requests
+
+
+def make_request(
+    prompt: Any, index: int, options: Options, tokenizer: Tokenizer, cfg: ModelConfig,
+    max_length: int, place: str,
+) -> Request:  # fmt: skip
+    """The request of prompt number `index`; see `make_requests`, which raises the same."""
+    try:
+        request = _request(prompt, index, options, tokenizer)
+        _check_tokens(request, cfg, max_length)
+    except (TypeError, ValueError) as error:
+        kind = TypeError if isinstance(error, TypeError) else ValueError
+        raise kind(f"{place}: {error}") from None
+    except RecursionError:
+        raise ValueError(f"{place} is nested too deep to be rendered; flatten it") from None
+    return request
+
+
+def prompt_name(prompt: Any, index: int) -> str | int | None:
+    """The id of prompt number `index`; None where it has one that is no name."""
+    name = prompt.get("id", index) if isinstance(prompt, Mapping) else index
+    return name if isinstance(name, str | int) and not isinstance(name, bool) else None
+
+
+def check_name(name: str | int | None, place: str, seen: dict[str, str]) -> None:
+    """Note in `seen` where a name was given. Raises ValueError where it was given before."""
+    if name is None:
+        return
+    if str(name) in seen:
+        raise ValueError(
+            f"{place}: id {reprlib.repr(str(name))} is also that of {seen[str(name)]}; "
+            "ids are names"
+        )
+    seen[str(name)] = place
 
 
 def _request(prompt: Any, index: int, options: Options, tokenizer: Tokenizer) -> Request:
@@ -193,28 +216,58 @@ def _check_choice(options: Options, cfg: ModelConfig) -> None:
 # -- prompt files ----------------------------------------------------------------------------------
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class PromptLine:
+    """A line of a prompt file: its number from 1, its text, and its value or why it has none."""
+
+    number: int
+    text: str
+    value: Mapping[str, Any] | None
+    reason: str = ""
+
+
 def read_prompt_lines(name: str, lines: Iterable[str]) -> tuple[list[Mapping[str, Any]], list[str]]:
     """The prompts of a JSON Lines file and the place `NAME:LINE` of each; blank lines are skipped.
 
     Raises ValueError for a line that is not one JSON object, or when there is none at all.
     """
     prompts, places = [], []
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            value = json.loads(line, object_pairs_hook=strict_json.once)
-        except ValueError as error:
-            raise ValueError(f"{name}:{number}: broken JSON: {error}") from None
-        except RecursionError:
-            raise ValueError(f"{name}:{number} is nested too deep; flatten it") from None
-        if not isinstance(value, Mapping):
-            raise ValueError(
-                f'{name}:{number}: expected an object such as {{"prompt": "..."}}, got '
-                f"{type(value).__name__}"
-            )
-        prompts.append(value)
-        places.append(f"{name}:{number}")
-    if not prompts:
-        raise ValueError(f'{name} holds no prompts: write one object a line, {{"prompt": "..."}}')
+    for line in prompt_lines(name, lines):
+        if line.value is None:
+            raise ValueError(line.reason)
+        prompts.append(line.value)
+        places.append(f"{name}:{line.number}")
     return prompts, places
+
+
+def prompt_lines(name: str, lines: Iterable[str]) -> Iterator[PromptLine]:
+    """The lines of a prompt file that are not blank, also those that cannot be read.
+
+    Bytes that are not UTF-8 must have come as the surrogates of `errors="surrogateescape"`.
+    Raises ValueError, at its end, for a file without lines.
+    """
+    found = False
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            found = True
+            yield _prompt_line(name, number, line.rstrip("\n"))
+    if not found:
+        raise ValueError(f'{name} holds no prompts: write one object a line, {{"prompt": "..."}}')
+
+
+def _prompt_line(name: str, number: int, text: str) -> PromptLine:
+    place, value, reason = f"{name}:{number}", None, ""
+    try:
+        text.encode("utf-8")
+        value = json.loads(text, object_pairs_hook=strict_json.once)
+    except UnicodeEncodeError:
+        reason = f"{place} is not UTF-8"
+    except ValueError as error:
+        reason = f"{place}: broken JSON: {error}"
+    except RecursionError:
+        reason = f"{place} is nested too deep; flatten it"
+    if not reason and not isinstance(value, Mapping):
+        reason = (
+            f'{place}: expected an object such as {{"prompt": "..."}}, got {type(value).__name__}'
+        )
+    return PromptLine(number, text, None if reason else value, reason)

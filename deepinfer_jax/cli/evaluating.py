@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from deepinfer_jax import resources
-from deepinfer_jax.cli import generating, records
+from deepinfer_jax.cli import generating, inputs, records, running
 from deepinfer_jax.cli.refusal import Refused
 
 if TYPE_CHECKING:
@@ -103,7 +103,8 @@ def _generate(args: argparse.Namespace) -> int:
     prompts, places = tasks.prompts(task, args.samples, _given(args))
     if args.samples > 1:
         _check_noise(args, prompts, places)
-    return generating.answer(args, prompts, places)
+    given = [inputs.Given(place, each) for each, place in zip(prompts, places, strict=True)]
+    return running.answer(args, given)
 
 
 def _check_counts(args: argparse.Namespace) -> None:
@@ -168,7 +169,7 @@ def _score(args: argparse.Namespace) -> int:
         text = json.dumps(reporting.as_json(report), indent=1) + "\n"
         args.out.write_text(text, encoding="utf-8")
     # Parts of replies are quoted; characters that the terminal's encoding lacks are escaped.
-    generating.reconfigure(sys.stdout, errors="backslashreplace")
+    inputs.reconfigure(sys.stdout, errors="backslashreplace")
     print("\n".join(reporting.as_text(report)))
     return _outcome(args.file, report)
 

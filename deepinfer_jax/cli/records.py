@@ -7,11 +7,13 @@ import dataclasses
 import json
 import os
 import reprlib
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from deepinfer_jax.cli.refusal import Refused
+from deepinfer_jax.cli.appending import LineFile, check_folder
+from deepinfer_jax.cli.refusal import Failed, Refused
 
 if TYPE_CHECKING:
     from deepinfer_jax.requests import Request, Result
@@ -33,6 +35,7 @@ KINDS: Mapping[str, Any] = {  # the keys of a line, in order, and what stands th
     "numerics": str,
     "timing": dict,
 }
+OPTIONAL = {"timing"}  # keys that a line may lack
 
 
 def asked(request: Request, model: str) -> dict[str, Any]:
@@ -59,74 +62,108 @@ def asked(request: Request, model: str) -> dict[str, Any]:
     }
 
 
-def check_asked(values: Sequence[Mapping[str, Any]], places: Sequence[str]) -> None:
-    """Raise Refused where a value cannot be written as JSON in UTF-8: not after hours of work."""
-    for value, place in zip(values, places, strict=True):
-        try:
-            _json(value).encode("utf-8")
-        except (TypeError, ValueError, RecursionError) as error:
-            raise Refused(f"{place} cannot be written as JSON: {error}") from None
+def unwritable(asked: Mapping[str, Any], place: str) -> str:
+    """Why a value cannot be written as JSON in UTF-8, to be known before hours of work; or ""."""
+    try:
+        _json(asked).encode("utf-8")
+    except (TypeError, ValueError, RecursionError) as error:
+        return f"{place} cannot be written as JSON: {error}"
+    return ""
 
 
 def _json(value: Mapping[str, Any], escaped: bool = False) -> str:
     return json.dumps(value, ensure_ascii=escaped, allow_nan=False)
 
 
-def record(result: Result, index: int, asked: Mapping[str, Any]) -> dict[str, Any]:
-    """A result as it stands on a line, by `KINDS`; `index` is its place among the prompts."""
+def record(
+    result: Result, index: int, asked: Mapping[str, Any], timed: bool = True
+) -> dict[str, Any]:
+    """A result as it stands on a line, by `KINDS`; `index` is its place among the prompts.
+
+    `timed`: whether the timing is there, the only part that differs from run to run.
+    """
     beside = {
         "index": index,
         **{name: asked[name] for name in ("model", "prompt", "options")},
         "timing": dataclasses.asdict(result.timing),
     }
-    return {key: beside[key] if key in beside else getattr(result, key) for key in KINDS}
+    keys = [key for key in KINDS if timed or key not in OPTIONAL]
+    return {key: beside[key] if key in beside else getattr(result, key) for key in keys}
 
 
 class Lines:
     """Writes one line per result and hands each to the system at once.
 
-    `in_order`: hold a line back until those before it are written; `close` writes what is held.
-    A stream that is not UTF-8, as some terminals, gets the escapes of JSON for what is not ASCII.
+    `in_order`: hold a line back until those before it are written or will not come; `close` writes
+    what is held. `timed`: see `record`. A stream that is not UTF-8, as some terminals, gets the
+    escapes of JSON for what is not ASCII.
     """
 
     def __init__(
         self,
-        stream: TextIO,
-        asked: Sequence[Mapping[str, Any]],
+        stream: TextIO | LineFile,
+        asked: Mapping[int, Mapping[str, Any]] | Sequence[Mapping[str, Any]],
         *,
         in_order: bool,
         indices: Sequence[int],
+        timed: bool = True,
     ):
         """`asked`: of every request; `indices`: the places among them of the results to come."""
         self._stream = stream
+        self._timed = timed
+        self.count = 0  # results so far
         self._asked = asked
         self._escaped = not _is_utf8(stream)
         self._in_order = in_order
         self._due = sorted(indices, reverse=True)
-        self._held: dict[int, str] = {}
+        self._held: dict[int, str | None] = {}  # None: it will not come
 
     def write(self, result: Result, index: int) -> None:
-        """Write the result of request number `index`, or hold it back until its turn."""
-        line = _json(record(result, index, self._asked[index]), self._escaped)
-        if not self._in_order:
-            self._put(line)
-            return
-        self._held[index] = line
-        while self._due and self._due[-1] in self._held:
-            self._put(self._held.pop(self._due.pop()))
+        """Write the result of request number `index`, or hold it back until its turn.
+
+        Raises Failed, naming the request, where it cannot be written; then nothing more is.
+        """
+        line = _json(record(result, index, self._asked[index], self._timed), self._escaped)
+        if self._in_order:
+            self._held[index] = line
+            self._release()
+        else:
+            self._put(line, index)
+        self.count += 1
+
+    def skip(self, index: int) -> None:
+        """No result of this request will come: those behind it need not wait."""
+        if self._in_order:
+            self._held[index] = None
+            self._release()
 
     def close(self) -> None:
         """Write the lines still held back, in order. The stream stays open."""
-        for index in sorted(self._held):
-            self._put(self._held[index])
-        self._held.clear()
+        held, self._held = self._held, {}
+        for index in sorted(held):
+            self._put(held[index], index)
 
-    def _put(self, line: str) -> None:
-        self._stream.write(line + "\n")
-        self._stream.flush()
+    def _release(self) -> None:
+        while self._due and self._due[-1] in self._held:
+            index = self._due.pop()
+            self._put(self._held.pop(index), index)
+
+    def _put(self, line: str | None, index: int) -> None:
+        if line is None:
+            return
+        try:
+            self._stream.write(line + "\n")
+            self._stream.flush()
+        except Failed as error:
+            self._held.clear()
+            name = reprlib.repr(self._asked[index]["id"])
+            raise Failed(
+                f"the result of request {name} cannot be written: {error}; the lines before it are "
+                "whole: make room, and the same command with --resume goes on"
+            ) from None
 
 
-def _is_utf8(stream: TextIO) -> bool:
+def _is_utf8(stream: TextIO | LineFile) -> bool:
     """Whether every character can be written; a stream in memory has no encoding."""
     encoding = getattr(stream, "encoding", None)
     return encoding is None or codecs.lookup(encoding).name == "utf-8"
@@ -135,14 +172,13 @@ def _is_utf8(stream: TextIO) -> bool:
 # -- the file of an earlier run --------------------------------------------------------------------
 
 
-def open_out(path: Path, *, resume: bool) -> TextIO:
+def open_out(path: Path, *, resume: bool) -> LineFile:
     """The file to append to, opened before any work is done for it.
 
     Raises Refused where it cannot be written or taken up again, or holds results and `resume` is
     not set.
     """
-    if not path.parent.is_dir():
-        raise Refused(f"--out {path}: the folder {path.parent} does not exist; make it first")
+    check_folder(path, "--out")
     if path.is_file() and path.stat().st_size and not resume:
         raise Refused(
             f"--out {path} holds results already: add --resume to run what is missing, or give "
@@ -150,10 +186,7 @@ def open_out(path: Path, *, resume: bool) -> TextIO:
         )
     if resume and path.exists() and not path.is_file():
         raise Refused(f"--resume needs a file to go on with: {path} is none")
-    try:
-        return open(path, "a", encoding="utf-8", newline="\n")
-    except OSError as error:
-        raise Refused(f"--out {path} cannot be written: {error.strerror}") from None
+    return LineFile(path, name="--out")
 
 
 def finished(path: Path, asked: Sequence[Mapping[str, Any]]) -> dict[str, str]:
@@ -188,8 +221,38 @@ def result_of(line: bytes) -> Mapping[str, Any] | None:
         return None
     if not isinstance(value, Mapping):
         return None
-    fits = all(isinstance(value.get(key), kind) for key, kind in KINDS.items())
-    return value if fits else None
+    keys = [key for key in KINDS if key in value or key not in OPTIONAL]
+    return value if all(isinstance(value.get(key), KINDS[key]) for key in keys) else None
+
+
+def put_in_order(path: Path) -> bool:
+    """Sort the lines of `path` by the index of their prompts; whether there was anything to do.
+
+    A run that was interrupted, or a retry, leaves lines behind those that should follow them. The
+    sorted file takes the place of the other in one step of the system. Raises OSError where there
+    is no room for it.
+    """
+    path = path.resolve()
+    places, start = [], 0
+    with open(path, "rb") as lines:
+        for line in lines:
+            places.append((json.loads(line)["index"], start, len(line)))
+            start += len(line)
+    if places == sorted(places):
+        return False
+    beside = path.with_name(path.name + ".sorting")
+    try:
+        with open(path, "rb") as source, open(beside, "wb") as target:
+            for _, start, length in sorted(places):
+                source.seek(start)
+                target.write(source.read(length))
+            target.flush()
+            os.fsync(target.fileno())
+        shutil.copymode(path, beside)
+        os.replace(beside, path)
+    finally:
+        beside.unlink(missing_ok=True)
+    return True
 
 
 def check_numerics(path: Path, found: Mapping[str, str], numerics: str) -> None:

@@ -12,8 +12,7 @@ import dataclasses
 import math
 import time
 from collections import deque
-from collections.abc import Collection, Hashable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Hashable, Iterator
 
 import jax
 import jax.numpy as jnp
@@ -22,23 +21,18 @@ import numpy as np
 from deepinfer_jax import cache as caches
 from deepinfer_jax import snapshots
 from deepinfer_jax.engine import programs
-from deepinfer_jax.engine.memory import fitted, free_bytes
+from deepinfer_jax.engine.flights import Flight, Seat, Update
 from deepinfer_jax.engine.seats import Work, padded, sampling_of, seated_edits
-from deepinfer_jax.engine.sizes import (
-    MOST_STEPS,
-    PREFILL_ROWS,
-    Sizes,
-    grown,
-    prefill_rows,
-    sizes_for,
-    slots_for,
-)
+from deepinfer_jax.engine.sizes import MOST_STEPS, PREFILL_ROWS, Sizes, grown, prefill_rows
+from deepinfer_jax.engine.statistics import Asked, Observer, Statistics, Tally, learnt
 from deepinfer_jax.engine.structured import Looked, Structured
+from deepinfer_jax.engine.warming import Warming, compiled, needs, planned
+from deepinfer_jax.engine.watch import Watch
 from deepinfer_jax.grammar import GrammarError
 from deepinfer_jax.loading import Model
 from deepinfer_jax.planning import OFF, Policy
 from deepinfer_jax.planning.policies import Move
-from deepinfer_jax.requests import Request, Result
+from deepinfer_jax.requests import Request
 from deepinfer_jax.rounds import Round, Running
 from deepinfer_jax.scheduling import Job, Limits, Order, Scheduler, Step, Usage
 from deepinfer_jax.transcript import Transcript
@@ -46,49 +40,17 @@ from deepinfer_jax.transcript import Transcript
 IN_FLIGHT = 1  # steps that the device is ahead of what was read
 
 
-@dataclasses.dataclass(frozen=True)
-class Update:
-    """News of request number `index`: text that became certain, tokens so far, the end's result,
-    or the error that ended it alone.
-    """
-
-    index: int
-    text: str
-    tokens: int
-    result: Result | None = None
-    error: Exception | None = None
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Seat:
-    """One stay of a request in a slot: a preempted one comes back to another."""
-
-    work: Work
-
-
-@dataclasses.dataclass(frozen=True)
-class _Flight:
-    """Rounds on their way: who sat where, at most how many tokens a slot may come to, and for
-    the policy the move and what every slot had left.
-    """
-
-    made: Round
-    seats: tuple[_Seat | None, ...]
-    most: int
-    move: Move | None = None
-    left: jax.Array | None = None
-
-
 class Engine:
     """The one mutable object: slots on the device, requests on the host. `updates` drives it."""
 
     def __init__(
         self, model: Model, sizes: Sizes, *, policy: Policy = OFF, order: Order | None = None,
-        eager: bool = False,
+        eager: bool = False, observer: Observer | None = None,
     ) -> None:  # fmt: skip
         """`eager`: look after 1, 2, 4 ... rounds at first, for a reader who watches.
 
         `policy`: how rounds use the drafter, `order`: who goes first; both decide the time alone.
+        `observer`: is told of every call of the device; it may read the engine, nothing else.
         """
         self._model, self._sizes, self._policy = model, sizes, policy
         self._limit = 1 if eager else MOST_STEPS
@@ -102,14 +64,17 @@ class Engine:
         self._scheduler = Scheduler(limits, order, model.numerics.fingerprint())
         self._structured = Structured(model)
         self._works: dict[Hashable, Work] = {}  # by the number of the submission
-        self._count = 0
+        self._draining = False
+        self._watch = Watch()
+        self._tally = Tally(self._watch, observer)
         self._clear()
 
     def _clear(self) -> None:
         """An empty device."""
         model, sizes = self._model, self._sizes
-        self._flights: deque[_Flight] = deque()
-        self._seats: list[_Seat | None] = [None] * sizes.slots
+        self._flights: deque[Flight] = deque()
+        self._filled: set[Hashable] = set()  # whose prompts ran in calls that no flight is of yet
+        self._seats: list[Seat | None] = [None] * sizes.slots
         self._stale: set[int] = set()  # slots that the device must not go on with
         self._table = np.full((sizes.slots, sizes.table), -1, np.int32)
         self._cache = caches.init_cache(
@@ -128,7 +93,7 @@ class Engine:
         Raises ValueError, with the arithmetic, for one that can never fit; ImportError for one with
         a grammar where llguidance is not installed.
         """
-        number = self._count
+        number = self._tally.counts.requests
         job = Job(number, request.tokens, request.options.max_tokens, priority)
         transcript = Transcript(request, self._model.tokenizer, self._model.cfg.eos_token_id)
         work = Work(number, request, transcript)
@@ -142,7 +107,7 @@ class Engine:
             self._sizes = needed
             self._running = programs.widened(self._running, needed, self._model.cfg.vocab_size)
         self._works[number] = work
-        self._count += 1
+        self._tally.counts.requests += 1
         return number
 
     def cancel(self, number: int) -> None:
@@ -156,6 +121,28 @@ class Engine:
         """Requests waiting and running, pages in use."""
         return self._scheduler.usage()
 
+    def statistics(self) -> Statistics:
+        """What has been done so far."""
+        return self._tally.statistics(self.usage())
+
+    def warm_up(self, progress: Callable[[Warming], None] | None = None) -> None:
+        """Compile, side by side, what the requests submitted so far can need; then `updates` does
+        not stop for it, and warns (`RecompileWarning`) of what it has to compile all the same.
+
+        `progress` is told what is being compiled. Requests can be submitted later, too; of other
+        kinds, or much longer than those before, they may need programs that this did not foresee.
+        """
+        model, sizes, works = self._model, self._sizes, self._works.values()
+        wanted = needs([work.request for work in works], sizes)
+        moves = self._policy.moves(self._memory)
+        state = (self._running, self._cache, self._sampling, self._kept)
+        every = planned(model, sizes, wanted, moves, *state)
+        self._watch.warmed(*compiled(every, progress))
+
+    def drain(self) -> None:
+        """Let the requests that have begun end, and forget the others, with the next update."""
+        self._draining = True
+
     def updates(self) -> Iterator[Update]:
         """What happens to the submitted requests, until all have ended.
 
@@ -163,8 +150,18 @@ class Engine:
         is no number, memory that does not suffice for its prompt) ends with an error of its own;
         the others go on, computed again where the device has lost them.
         """
+        for update in self._updates():
+            self._tally.counts.done += update.result is not None
+            self._tally.counts.failed += update.error is not None
+            yield update
+        self._watch.rest()
+
+    def _updates(self) -> Iterator[Update]:
         wait = False
         while True:
+            for work in [*self._works.values()] if self._draining else ():
+                if math.isnan(work.admitted):
+                    self.cancel(work.number)
             yield from self._compiled(wait)
             move = self._policy.move(self._memory, sum(seat is not None for seat in self._seats))
             rounds = min(self._limit, move.rounds or MOST_STEPS)
@@ -173,15 +170,18 @@ class Engine:
             wait = step.idle and not self._flights
             if wait and not self._structured.compiling:
                 return
+            suspects = {chunk.job for chunk in step.chunks}
             try:
                 # Whoever reads may submit and cancel at every `yield`, but never within a step.
                 yield from [] if step.idle else self._carry_out(step, move, rounds)
                 # Masks follow from what was emitted: with a grammar at work nothing is ahead.
                 ahead = 0 if step.idle or self._ruled() else IN_FLIGHT
                 while len(self._flights) > ahead:
-                    yield from self._land(self._flights.popleft())
+                    flight = self._flights.popleft()
+                    suspects = {*flight.prompts}
+                    yield from self._land(flight)
             except jax.errors.JaxRuntimeError as error:
-                yield from self._recover(step, error)
+                yield from self._recover(suspects, error)
 
     def _compiled(self, wait: bool) -> list[Update]:
         """Let requests be scheduled whose grammars are compiled; end those whose failed."""
@@ -198,12 +198,12 @@ class Engine:
         """Slots whose request has a grammar."""
         return [s for s, seat in enumerate(self._seats) if seat and seat.work.state is not None]
 
-    def _recover(self, step: Step, error: Exception) -> list[Update]:
+    def _recover(self, suspects: set[Hashable], error: Exception) -> list[Update]:
         """The device failed: the requests whose prompts it was given end, all others start anew.
 
         Raises `error` where no prompt was to blame.
         """
-        blamed = {chunk.job for chunk in step.chunks} & self._works.keys()
+        blamed = suspects & self._works.keys()
         if not blamed:
             raise error
         self._scheduler.restart()
@@ -222,6 +222,7 @@ class Engine:
 
     def _carry_out(self, step: Step, move: Move, rounds: int) -> list[Update]:
         """Ask the device for the step; the ends of requests that cannot go on."""
+        self._tally.plan(step, self.usage())
         for left in step.preempted:
             self._give_up(left.slot)
         self._enter(step)
@@ -238,8 +239,9 @@ class Engine:
             if bound:
                 ended = self._bound_look(bound, move)
         if step.saved:
-            self._kept = programs.take_program(
-                self._kept, self._cache, self._padded([s.slot for s in step.saved], 0),
+            self._kept = self._watch.ask(
+                programs.take_program, self._kept, self._cache,
+                self._padded([s.slot for s in step.saved], 0),
                 self._padded([s.snapshot for s in step.saved], self._sizes.snapshots),
             )  # fmt: skip
         return ended
@@ -252,7 +254,7 @@ class Engine:
             work = self._works[seated.job]
             if math.isnan(work.admitted):
                 work.admitted = self._elapsed()
-            self._seats[seated.slot] = _Seat(work)
+            self._seats[seated.slot] = Seat(work)
             self._table[seated.slot] = -1
         for grant in step.grants:
             self._table[grant.slot, grant.first : grant.first + len(grant.pages)] = grant.pages
@@ -261,8 +263,9 @@ class Engine:
             self._cache = dataclasses.replace(self._cache, pages=pages)
         changed, works = fresh | self._stale, self._working()
         if changed:
-            running = programs.seat_program(
-                dataclasses.replace(self._running, edits=None), self._marked(changed),
+            running = self._watch.ask(
+                programs.seat_program, dataclasses.replace(self._running, edits=None),
+                self._marked(changed),
                 np.array([work.left if work else 0 for work in works], np.int32),
                 np.array([self._ends(work) for work in works], np.int32),
             )  # fmt: skip
@@ -273,9 +276,9 @@ class Engine:
             self._sampling = jax.device_put(sampling_of(works))
         if restored:
             places, slots = map(list, zip(*restored, strict=True))
-            self._cache = programs.restore_program(
-                self._cache, self._kept, self._padded(places, 0),
-                self._padded(slots, self._sizes.slots),
+            self._cache = self._watch.ask(
+                programs.restore_program, self._cache, self._kept,
+                self._padded(places, 0), self._padded(slots, self._sizes.slots),
             )  # fmt: skip
 
     def _fill(self, step: Step) -> list[Update]:
@@ -292,18 +295,23 @@ class Engine:
             looked = self._looked(sampling, np.zeros((self._sizes.slots, 0), np.int32))
             packed, ended = looked.packed[:, 0], self._end(looked)
         done, beside, model = 0, self._marked(step.decode), self._model
+        self._filled |= {chunk.job for chunk in step.chunks}
         while done < len(every):
             size = prefill_rows(len(every) - done)
             part = every[done : done + size]
             done += size
             complete = [slot for _, slot, position in part if ends.get(slot) == position]
-            made, self._running, self._cache = programs.fill_program(
-                model.params, model.tables, programs.make_rows(part, size),
-                self._marked(complete), beside, self._running, self._cache, self._sampling,
-                model.cfg, model.numerics, packed,
+            slots = int(np.count_nonzero(beside))
+            asked = self._tally.ask("prompts", size + len(beside), slots, self.usage(), len(part))
+            made, self._running, self._cache = self._watch.ask(
+                programs.fill_program, model.params, model.tables,
+                programs.make_rows(part, size), self._marked(complete), beside, self._running,
+                self._cache, self._sampling, model.cfg, model.numerics, packed,
             )  # fmt: skip
             if complete or beside.any():
-                self._flights.append(_Flight(made, tuple(self._seats), 1))
+                self._fly(made, 1, asked)
+            else:
+                self._tally.skip(asked)
             beside = self._marked(())
         return ended
 
@@ -312,38 +320,48 @@ class Engine:
         model, left, active = self._model, self._running.left, self._running.active
         alone = self._alone(slots)
         limit = min(rounds, ahead // (move.size + 1))
-        made, self._running, self._cache = programs.decode_program(
-            model.params, model.tables, alone, self._cache, self._sampling, model.cfg,
-            model.numerics, steps=MOST_STEPS, limit=np.int32(limit),
+        asked = self._tally.ask("decode", move.rows, len(slots), self.usage())
+        made, self._running, self._cache = self._watch.ask(
+            programs.decode_program, model.params, model.tables, alone, self._cache,
+            self._sampling, model.cfg, model.numerics, steps=MOST_STEPS, limit=np.int32(limit),
             leave=np.bool_(self._scheduler.usage().waiting > 0), size=move.size, rows=move.rows,
             schedule=move.schedule, mode="coupled",
         )  # fmt: skip
         self._rejoin(alone, active)
         self._limit = min(2 * self._limit, MOST_STEPS)
-        most = limit * (move.size + 1)
-        self._flights.append(_Flight(made, tuple(self._seats), most, move, left))
+        self._fly(made, limit * (move.size + 1), asked, move, left)
 
     def _bound_look(self, slots: list[int], move: Move) -> list[Update]:
         """One round of these slots, whose tokens have to follow grammars."""
         model, active = self._model, self._running.active
         alone, b = self._alone(slots), self._sizes.slots
         drafts, confidence = np.zeros((b, 0), np.int32), np.zeros((b, 0), np.float32)
+        asked = self._tally.ask("grammar", b * (move.size + 1), len(slots), self.usage())
         if move.size:
             first = self._looked(slots, drafts).packed[:, 0]
-            proposed = programs.propose_program(
-                model.params, model.tables, alone, self._cache, self._sampling, first, model.cfg,
-                model.numerics, size=move.size,
+            proposed = self._watch.ask(
+                programs.propose_program, model.params, model.tables, alone, self._cache,
+                self._sampling, first, model.cfg, model.numerics, size=move.size,
             )  # fmt: skip
-            drafts, confidence = jax.device_get(proposed)
+            drafts, confidence = self._watch.read(proposed)
         looked = self._looked(slots, drafts)
         ended = self._end(looked)
-        made, self._running, self._cache = programs.settle_program(
-            model.params, model.tables, alone, drafts, confidence, looked.legal, looked.packed,
-            self._cache, self._sampling, model.cfg, model.numerics,
+        made, self._running, self._cache = self._watch.ask(
+            programs.settle_program, model.params, model.tables, alone, drafts, confidence,
+            looked.legal, looked.packed, self._cache, self._sampling, model.cfg, model.numerics,
         )  # fmt: skip
         self._rejoin(alone, active)
-        self._flights.append(_Flight(made, tuple(self._seats), move.size + 1))
+        self._fly(made, move.size + 1, asked)
         return ended
+
+    def _fly(
+        self, made: Round, most: int, asked: Asked, move: Move | None = None,
+        left: jax.Array | None = None,
+    ) -> None:  # fmt: skip
+        """Rounds are on their way."""
+        seats, prompts = tuple(self._seats), frozenset(self._filled)
+        self._flights.append(Flight(made, seats, most, asked, prompts, move, left))
+        self._filled.clear()
 
     def _alone(self, slots: list[int]) -> Running:
         """What runs, but of all seats only those of `slots`."""
@@ -375,16 +393,18 @@ class Engine:
 
     # -- reading what came -------------------------------------------------------------------------
 
-    def _land(self, flight: _Flight) -> Iterator[Update]:
+    def _land(self, flight: Flight) -> Iterator[Update]:
         """Hand what rounds emitted to the requests; one that has ended gives up its slot."""
-        made, left = jax.device_get((flight.made, flight.left))
+        made, left = self._watch.read((flight.made, flight.left))
         if flight.move is not None:
-            self._memory = self._policy.learn(self._memory, flight.move, *_shown(made, left))
+            self._memory = self._policy.learn(self._memory, flight.move, *learnt(made, left))
+        came = np.zeros(3, np.int64)  # tokens, and drafts verified and accepted
         for slot in np.flatnonzero(made.emitted.any(axis=(0, 2))).tolist():
             seat = flight.seats[slot]
             if seat is None or self._seats[slot] is not seat:
                 continue  # it ended, or was preempted and will say this again
             work = seat.work
+            before = work.verified, work.accepted
             try:
                 text, count = work.take(made, slot)
             except (FloatingPointError, GrammarError) as error:
@@ -392,6 +412,7 @@ class Engine:
                 yield Update(work.number, "", len(work.raw), error=error)
                 continue
             self._scheduler.advance(slot, count)
+            came += np.array([count, work.verified - before[0], work.accepted - before[1]])
             now, result = self._elapsed(), None
             if math.isnan(work.first_token):
                 work.first_token = now
@@ -399,6 +420,7 @@ class Engine:
                 result = work.result(self._model.numerics.fingerprint(), now)
                 self._finish(slot)
             yield Update(work.number, text, len(work.raw), result)
+        self._tally.land(flight.asked, made, *came.tolist())
 
     def _finish(self, slot: int) -> None:
         del self._works[self._seat(slot).work.number]
@@ -423,7 +445,7 @@ class Engine:
         """[B] bool: whether a slot is one of these."""
         return np.isin(np.arange(self._sizes.slots), list(slots))
 
-    def _seat(self, slot: int) -> _Seat:
+    def _seat(self, slot: int) -> Seat:
         seat = self._seats[slot]
         assert seat is not None, "an empty slot has work"
         return seat
@@ -435,36 +457,3 @@ class Engine:
 
     def _elapsed(self) -> float:
         return time.perf_counter() - self._start
-
-
-def run(
-    model: Model, requests: Sequence[Request], *, batch_size: int | None = None,
-    eager: bool = False, policy: Policy = OFF,
-) -> Iterator[Update]:  # fmt: skip
-    """Updates of `requests` until each has its result or error; see `Engine` for the arguments.
-
-    Raises TypeError or ValueError for a `batch_size` that is none, and ValueError where the device
-    has no room for the longest request.
-    """
-    slots_for(len(requests), batch_size)
-    if not requests:
-        return iter(())
-    sizes = sizes_for(requests, model.cfg, model.max_length, batch_size)
-    sizes = fitted(sizes, model.cfg, model.numerics, free_bytes())
-    engine = Engine(model, sizes, policy=policy, eager=eager)
-    for request in requests:
-        engine.submit(request)
-    return engine.updates()
-
-
-def _shown(made: Any, left: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(confidence [rounds, B, N], most [rounds, B]) of the rounds that were run.
-
-    most: drafts that could have become part of a reply, of slots with `left` [B] tokens before.
-    """
-    count = np.count_nonzero(made.emitted, axis=2)  # a slot that takes part emits
-    done = count.any(axis=1)
-    count, confidence = count[done], made.confidence[done]
-    before = np.cumsum(count, axis=0) - count
-    most = np.clip(left - before - 1, 0, confidence.shape[2])
-    return confidence, np.where(count > 0, most, 0)

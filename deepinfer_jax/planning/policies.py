@@ -68,6 +68,13 @@ class Policy(abc.ABC):
     def move(self, memory: Memory, running: int) -> Move:
         """The next rounds of `running` requests."""
 
+    def moves(self, memory: Memory) -> tuple[Move, ...]:
+        """A move of every size and number of rows that it can make: each is a program to compile.
+
+        The default suits policies whose moves are all of one size.
+        """
+        return (self.move(memory, memory.slots),)
+
     def learn(self, memory: Memory, move: Move, confidence: np.ndarray, most: np.ndarray) -> Memory:
         """Memory after `move`: confidence [rounds, B, N] raw, most [rounds, B] as in a schedule."""
         return memory
@@ -153,13 +160,23 @@ class Planner(Policy):
 
     def move(self, memory: Memory, running: int) -> Move:
         """The best size; a look at the drafter when it has long not been asked."""
-        fill = Fill(np.asarray(self.temperatures, np.float32))
         if memory.rows is not None:
-            return Move(memory.block, memory.rows, fill)
+            return self._drafted(memory, memory.rows)
         if memory.survivals is None or memory.plain >= memory.patience:
             rows = look_rows(curve_for(self.table, memory.slots))
-            return Move(memory.block, rows, fill, LOOK_ROUNDS)
+            return self._drafted(memory, rows, LOOK_ROUNDS)
         return Move(0, memory.slots, Lengths(np.int32(0)))
+
+    def moves(self, memory: Memory) -> tuple[Move, ...]:
+        """Without drafts, the look at the drafter, and all sizes that were timed."""
+        curve = curve_for(self.table, memory.slots)
+        rows = {look_rows(curve), *curve.rows}
+        plain = Move(0, memory.slots, Lengths(np.int32(0)))
+        return (plain, *(self._drafted(memory, count) for count in sorted(rows)))
+
+    def _drafted(self, memory: Memory, rows: int, rounds: int | None = None) -> Move:
+        fill = Fill(np.asarray(self.temperatures, np.float32))
+        return Move(memory.block, rows, fill, rounds)
 
     def learn(self, memory: Memory, move: Move, confidence: np.ndarray, most: np.ndarray) -> Memory:
         """Remember these rounds, with earlier ones where they are few; or that there were none."""

@@ -138,8 +138,8 @@ def test_requests_may_come_while_others_run():
     running, found = Engine(tiny_model.model(), SIZES), {}
     running.submit(requests()[0])
     for update in running.updates():
-        if running._count < 4:
-            running.submit(requests()[running._count])
+        if (count := running.statistics().requests) < 4:
+            running.submit(requests()[count])
         if update.result:
             found[update.index] = update.result
     assert [found[n] for n in range(4)] == alone()[:4]

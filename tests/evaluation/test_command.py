@@ -7,12 +7,15 @@ import types
 
 import pytest
 
-from deepinfer_jax import cli, generation, loading
+from deepinfer_jax import cli, engine, loading
 from deepinfer_jax.engine import Update
+from deepinfer_jax.engine.statistics import Tally
+from deepinfer_jax.engine.watch import Watch
 from deepinfer_jax.evaluation import tasks
 from deepinfer_jax.numerics import Numerics
 from deepinfer_jax.prompts import request_seed
 from deepinfer_jax.requests import Result, Timing
+from deepinfer_jax.scheduling import Usage
 from tests import tiny_model
 from tests.evaluation.test_layouts import AIME, source
 
@@ -44,7 +47,13 @@ class Fake:
             cfg=types.SimpleNamespace(most_drafts=0),
         )
 
-    def updates(self, model, requests, **options):
+    def start(self, model, requests, **options):
+        return types.SimpleNamespace(
+            updates=lambda: self.updates(model, requests), warm_up=lambda progress: None,
+            statistics=lambda: Tally(Watch()).statistics(Usage(0, 0, 1, 1, 0)),
+        )  # fmt: skip
+
+    def updates(self, model, requests):
         for index, request in enumerate(requests):
             self.asked.append(request)
             one = (0.0,)
@@ -59,7 +68,7 @@ class Fake:
 def fake(monkeypatch):
     made = Fake()
     monkeypatch.setattr(loading, "load", made.load)
-    monkeypatch.setattr(generation, "updates", made.updates)
+    monkeypatch.setattr(engine, "start", made.start)
     return made
 
 

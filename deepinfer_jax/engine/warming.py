@@ -1,0 +1,198 @@
+"""Which programs a run can come to need, compiled before it begins.
+
+The engine calls few programs, whose shapes are fixed by its sizes, its policy and the kinds of its
+requests: so they can be listed. A program that is lowered and compiled here, with arguments of the
+same shapes, is the one that the engine's own call finds later.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Any
+
+import numpy as np
+
+from deepinfer_jax.cache import Cache
+from deepinfer_jax.engine import programs
+from deepinfer_jax.engine.sizes import MOST_STEPS, PREFILL_ROWS, Sizes
+from deepinfer_jax.engine.watch import Signature, compilations, name_of, signature
+from deepinfer_jax.grammar import bits
+from deepinfer_jax.loading import Model
+from deepinfer_jax.planning.policies import Move
+from deepinfer_jax.requests import Request
+from deepinfer_jax.rounds import Running
+from deepinfer_jax.sampling import Sampling
+from deepinfer_jax.snapshots import Snapshots
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Warming:
+    """How far warming up has come: `done` of `total` programs; `label` says what is compiled."""
+
+    done: int
+    total: int
+    label: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Needs:
+    """What requests ask of an engine.
+
+    prompt_rows: sizes of calls with prompts. shared: some begin alike, for a page or more.
+    free, ruled: replies of more than the token that their prompt gives, without and with grammars.
+    masked: a prompt's own token may have to follow a grammar.
+    """
+
+    prompt_rows: tuple[int, ...]
+    shared: bool
+    free: bool
+    ruled: bool
+    masked: bool
+
+
+def needs(requests: Sequence[Request], sizes: Sizes) -> Needs:
+    """Of `requests` in an engine of `sizes`; never too little."""
+    scarce = sizes.pages < sizes.slots * sizes.table  # then replies may be prompts once more
+    lengths = [len(r.tokens) + (r.options.max_tokens if scarce else 0) for r in requests]
+    together = sum(sorted(lengths)[-sizes.slots :])
+    most = min(together, PREFILL_ROWS[-1] + sizes.slots)
+    rows = tuple(size for size in PREFILL_ROWS if size == PREFILL_ROWS[0] or size <= 2 * most)
+    page = sizes.page_tokens
+    heads = collections.Counter(r.tokens[:page] for r in requests if len(r.tokens) > page)
+    longer = [r for r in requests if r.options.max_tokens > 1]
+    return Needs(
+        prompt_rows=rows,
+        shared=bool(sizes.snapshots) and any(count > 1 for count in heads.values()),
+        free=any(r.options.rule is None for r in longer),
+        ruled=any(r.options.rule is not None for r in longer),
+        masked=any(r.options.rule is not None for r in requests),
+    )
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Planned:
+    """A call of a jitted program that is going to be made: `label` is for people."""
+
+    label: str
+    program: Any
+    args: tuple[Any, ...]
+    more: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    def compile(self) -> None:
+        """Make the program; its call will find it."""
+        self.program.lower(*self.args, **self.more).compile()
+
+
+def planned(
+    model: Model, sizes: Sizes, needs: Needs, moves: Sequence[Move], running: Running,
+    cache: Cache, sampling: Sampling, kept: Snapshots | None,
+) -> list[Planned]:  # fmt: skip
+    """The calls to come, those that take longest to compile first. Nothing is run.
+
+    `moves`: those of the policy; the rest is the engine's state.
+    """
+    every = [
+        *_prompts(model, sizes, needs, running, cache, sampling),
+        *_rounds(model, sizes, needs, moves, running, cache, sampling),
+    ]
+    slots, none = np.zeros(sizes.slots, np.int32), np.zeros(sizes.slots, bool)
+    if needs.shared:
+        every += [
+            Planned("snapshots", programs.take_program, (kept, cache, slots, slots)),
+            Planned("beginnings", programs.restore_program, (cache, kept, slots, slots)),
+        ]
+    stops = np.zeros((sizes.slots, sizes.stop_ids), np.int32)
+    return [*every, Planned("seats", programs.seat_program, (running, none, slots, stops))]
+
+
+def _prompts(
+    model: Model, sizes: Sizes, needs: Needs, running: Running, cache: Cache, sampling: Sampling
+) -> Iterator[Planned]:
+    none = np.zeros(sizes.slots, bool)
+    masks = [None, _masks(model, sizes)] if needs.masked else [None]
+    for rows in needs.prompt_rows:
+        for packed in masks:
+            yield Planned(
+                f"prompts, {rows} rows" + (" under grammars" if packed is not None else ""),
+                programs.fill_program,
+                (model.params, model.tables, programs.make_rows([], rows), none, none, running,
+                 cache, sampling, model.cfg, model.numerics, packed),
+            )  # fmt: skip
+
+
+def _rounds(
+    model: Model, sizes: Sizes, needs: Needs, moves: Sequence[Move], running: Running,
+    cache: Cache, sampling: Sampling,
+) -> Iterator[Planned]:  # fmt: skip
+    slots = sizes.slots
+    state = model.params, model.tables, running
+    rest = cache, sampling
+    if needs.free:
+        for move in {(move.size, move.rows): move for move in moves}.values():
+            yield Planned(
+                f"decode {slots} slots" + (f", {move.size} drafts" if move.size else "")
+                + (f", {move.rows} rows" if move.rows != slots * (move.size + 1) else ""),
+                programs.decode_program, (*state, *rest, model.cfg, model.numerics),
+                {"steps": MOST_STEPS, "limit": np.int32(1), "leave": np.bool_(False),
+                 "size": move.size, "rows": move.rows, "schedule": move.schedule,
+                 "mode": "coupled"},
+            )  # fmt: skip
+    for size in sorted({move.size for move in moves}, reverse=True) if needs.ruled else ():
+        if size:
+            yield Planned(
+                f"{size} drafts under grammars", programs.propose_program,
+                (*state, *rest, _masks(model, sizes), model.cfg, model.numerics), {"size": size},
+            )  # fmt: skip
+        drafts, sure = np.zeros((slots, size), np.int32), np.zeros((slots, size), np.float32)
+        yield Planned(
+            f"verify {size} drafts under grammars" if size else f"decode {slots} under grammars",
+            programs.settle_program,
+            (*state, drafts, sure, np.zeros(slots, np.int32), _masks(model, sizes, size + 1),
+             *rest, model.cfg, model.numerics),
+        )  # fmt: skip
+
+
+def _masks(model: Model, sizes: Sizes, *places: int) -> np.ndarray:
+    """[B, W] or [B, places, W], as the host packs them."""
+    return np.zeros((sizes.slots, *places, bits.words(model.cfg.vocab_size)), np.uint32)
+
+
+def compiled(
+    every: Sequence[Planned], progress: Callable[[Warming], None] | None = None
+) -> tuple[dict[str, list[Signature]], float, int]:
+    """Compile all side by side: signatures by program, seconds, how many were not there yet."""
+    start = time.perf_counter()
+    with compilations(every_thread=True) as found:
+        pool = ThreadPoolExecutor(min(cores(), max(len(every), 1)))
+        made = {pool.submit(each.compile): each for each in every}
+        try:
+            _watch(made, progress)
+            for each in made:
+                each.result()
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+    known: dict[str, list[Signature]] = {}
+    for each in every:
+        alike = known.setdefault(name_of(each.program), [])
+        alike.append(signature(each.program, each.args, each.more))
+    return known, time.perf_counter() - start, found.count
+
+
+def _watch(made: dict[Future[None], Planned], progress: Callable[[Warming], None] | None) -> None:
+    """Wait for all, and tell of the first that is not there."""
+    while rest := [future for future in made if not future.done()]:
+        if progress is not None:
+            progress(Warming(len(made) - len(rest), len(made), made[rest[0]].label))
+        wait(rest, return_when="FIRST_COMPLETED")
+
+
+def cores() -> int:
+    """Processor cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1  # not Linux
