@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+import numpy as np
 
 # What JAX reports of making a program: tracing, lowering, and compiling or reading it from a cache.
 _MAKING = "/jax/core/compile/"
@@ -80,9 +81,16 @@ class Watch:
             self.idle_s += max(0.0, start - self._busy)
         self._pass(now, compiled.seconds)
         self._busy = now
-        if compiled.count:
-            self.compiled += compiled.count
-            self._explain(program, signature(program, args, more), compiled.seconds)
+        self.compiled += compiled.count
+        if compiled.count and self._known is not None:
+            self.recompiled += 1
+            warnings.warn(
+                f"{name_of(program)} was compiled in the middle of a run, which took "
+                f"{compiled.seconds:.1f} s: {self._news(program, signature(program, args, more))}; "
+                "call Engine.warm_up when all kinds of requests are submitted",
+                RecompileWarning,
+                stacklevel=2,
+            )
         return made
 
     def read(self, values: Any) -> Any:
@@ -114,18 +122,22 @@ class Watch:
             self.seconds += now - self._seen - compiling
         self._seen = now
 
-    def _explain(self, program: Callable[..., Any], given: Signature, seconds: float) -> None:
-        if self._known is None:
-            return
-        self.recompiled += 1
-        name = name_of(program)
-        warnings.warn(
-            f"{name} was compiled in the middle of a run, which took {seconds:.1f} s: "
-            f"{_news(given, self._known.get(name, []))}; call Engine.warm_up when all kinds of "
-            "requests are submitted",
-            RecompileWarning,
-            stacklevel=2,
-        )
+    def _news(self, program: Callable[..., Any], given: Signature) -> str:
+        """What `given` has that the nearest of the signatures that were foreseen has not."""
+        known = (self._known or {}).get(name_of(program), [])
+        if not known:
+            return "nothing like it was foreseen"
+        others = [
+            {name for name in {*given, *one} if given.get(name) != one.get(name)} for one in known
+        ]
+        nearest = min(range(len(known)), key=lambda place: len(others[place]))
+        names, one = sorted(others[nearest]), known[nearest]
+        shown = [
+            f"{n} is {given.get(n, 'missing')}, not {one.get(n, 'missing')}" for n in names[:3]
+        ]
+        if not shown:
+            return "with arguments that were foreseen: a setting of JAX has changed"
+        return "; ".join(shown) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def name_of(program: Callable[..., Any]) -> str:
@@ -144,27 +156,11 @@ def signature(program: Callable[..., Any], args: tuple, more: dict[str, Any]) ->
 
 
 def _kind(value: Any) -> str:
-    if not hasattr(value, "dtype"):
+    if not isinstance(value, jax.Array | np.ndarray | np.generic):
         return repr(value)
     # An array that is bound to devices makes another program than one that is not.
     bound = f" on {value.sharding}" if getattr(value, "committed", False) else ""
     return f"{value.dtype}{list(value.shape)}{bound}"
-
-
-def _news(given: Signature, known: list[Signature]) -> str:
-    """What `given` has that the nearest of `known` does not."""
-    if not known:
-        return "nothing like it was foreseen"
-    others = [
-        {name for name in {*given, *one} if given.get(name) != one.get(name)} for one in known
-    ]
-    nearest = min(range(len(known)), key=lambda place: len(others[place]))
-    names, one = sorted(others[nearest]), known[nearest]
-    shown = [f"{n} is {given.get(n, 'missing')}, not {one.get(n, 'missing')}" for n in names[:3]]
-    if not shown:
-        return "with arguments that were foreseen: a setting of JAX has changed"
-    rest = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return "; ".join(shown) + rest
 
 
 def _ready(value: Any) -> bool:
