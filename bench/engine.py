@@ -1,8 +1,9 @@
 """Does the engine keep its promises over thousands of mixed requests, and what do they cost?
 
 Prompts of 4 to 2,000 random tokens, replies of 1 to 500, all in one run: none lost, none twice,
-memory flat. Some of them are also answered one by one: equal in every bit, and the speed to compare
-with. The same numbers of tokens in requests of equal lengths say what mixing costs.
+memory flat, and for how long the device had nothing to do. Some of them are also answered one by
+one: equal in every bit, and the speed to compare with. The same numbers of tokens in requests of
+equal lengths say what mixing costs.
 
     python bench/engine.py --machine cpu2
     python bench/engine.py --machine cpu2 --count 200 --longest 400 --new 100    # in minutes
@@ -21,7 +22,7 @@ import numpy as np
 from environment import machine, write_result
 
 import deepinfer_jax as di
-from deepinfer_jax import engine, generation, prompts
+from deepinfer_jax import engine, prompts
 from deepinfer_jax.requests import Options, Request, Result
 
 
@@ -54,10 +55,14 @@ def requests_of(model: di.Model, asked: list[dict[str, Any]]) -> list[Request]:
 
 
 def answered(model: di.Model, asked: list[dict[str, Any]], batch: int) -> dict[str, Any]:
-    """Results by number, seconds, and the process's largest memory after each tenth of them."""
+    """Results by number, seconds, the process's largest memory after each tenth of them, and the
+    engine's statistics.
+    """
     requests, found, grown = requests_of(model, asked), {}, []
+    running = engine.start(model, requests, batch_size=batch)
+    running.warm_up()
     start = time.perf_counter()
-    for update in generation.updates(model, requests, batch_size=batch):
+    for update in running.updates():
         if update.result is None:
             continue
         if update.index in found:
@@ -66,7 +71,11 @@ def answered(model: di.Model, asked: list[dict[str, Any]], batch: int) -> dict[s
         if len(found) % max(len(requests) // 10, 1) == 0:
             grown.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
             print(f"{len(found)} of {len(requests)}, {grown[-1] / 2**20:.0f} MiB", flush=True)
-    return {"results": found, "s": time.perf_counter() - start, "max_rss_bytes": grown}
+    seconds = time.perf_counter() - start
+    return {
+        "results": found, "s": seconds, "max_rss_bytes": grown,
+        "statistics": running.statistics(),
+    }  # fmt: skip
 
 
 def alone(model: di.Model, request: Request, longest: dict[str, Any]) -> Result:
@@ -118,6 +127,11 @@ def main() -> int:
         "tokens_per_s": speed,
         "over_one_by_one": speed / (tokens / seconds),
         "over_equal_lengths": speed / (made(same["results"]) / same["s"]),
+        "idle_share": whole["statistics"].idle_share,
+        "recompiled": whole["statistics"].recompiled,
+        "preempted": whole["statistics"].preempted,
+        "peak_pages": whole["statistics"].peak_pages,
+        "pages": whole["statistics"].pages,
         "max_rss_bytes": whole["max_rss_bytes"],
     }
     for name, value in figures.items():

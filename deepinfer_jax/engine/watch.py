@@ -70,14 +70,16 @@ class Watch:
 
     def ask(self, program: Callable[..., Any], *args: Any, **more: Any) -> Any:
         """What `program` returns, which need not be there yet."""
-        idle, begun = self._done(), self._clock()
+        before, begun = self._latest, self._clock()
+        if before is not None and not _ready(before):
+            self._busy = begun
         with compilations() as compiled:
             made = program(*args, **more)
         now = self._clock()
         self._latest = jax.tree.leaves(made)[0]
-        if self._busy is not None and idle:
-            # Done already: it was run within the call.
-            start = begun if self._done() else now - compiled.seconds
+        if self._busy is not None and before is not None and _ready(before):
+            # It has its values already: it was run within the call, from its beginning.
+            start = begun if _ready(self._latest) else now - compiled.seconds
             self.idle_s += max(0.0, start - self._busy)
         self._pass(now, compiled.seconds)
         self._busy = now
@@ -112,9 +114,6 @@ class Watch:
         self.compile_s += seconds
         self.compiled += count
         self._known = {**(self._known or {}), **known}
-
-    def _done(self) -> bool:
-        return self._latest is None or _ready(self._latest)
 
     def _pass(self, now: float, compiling: float = 0.0) -> None:
         self.compile_s += compiling
@@ -159,13 +158,13 @@ def _kind(value: Any) -> str:
     if not isinstance(value, jax.Array | np.ndarray | np.generic):
         return repr(value)
     # An array that is bound to devices makes another program than one that is not.
-    bound = f" on {value.sharding}" if getattr(value, "committed", False) else ""
-    return f"{value.dtype}{list(value.shape)}{bound}"
+    free = not isinstance(value, jax.Array) or not getattr(value, "committed", False)
+    return f"{value.dtype}{list(value.shape)}" + ("" if free else f" on {value.sharding}")
 
 
 def _ready(value: Any) -> bool:
-    """Whether an array has its values; one that was given away is no longer asked about."""
+    """Whether an array has its values; of one that was given away that cannot be told."""
     if not isinstance(value, jax.Array):
         return True
     # Part of every array that a program returns, though not of the type that they share.
-    return value.is_deleted() or getattr(value, "is_ready", bool)()
+    return not value.is_deleted() and getattr(value, "is_ready", bool)()

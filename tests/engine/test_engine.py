@@ -171,6 +171,87 @@ def test_a_failing_prompt_fails_alone(monkeypatch):
         assert result == alone()[number]
 
 
+def test_a_failure_that_is_seen_late_is_that_of_the_prompt(monkeypatch):
+    """The device says only when results are read that the call of a prompt went wrong."""
+    running = Engine(tiny_model.model(), SIZES)
+    for request in requests()[:6]:
+        running.submit(request)
+    read = running._watch.read
+
+    def failing(values):
+        made, _ = values
+        if any(made is each for each in doomed):
+            raise jax.errors.JaxRuntimeError("INTERNAL: planted")
+        return read(values)
+
+    doomed, fly = [], running._fly
+
+    def flying(made, *args):
+        fly(made, *args)
+        if 3 in running._flights[-1].prompts:
+            doomed.append(made)
+
+    monkeypatch.setattr(running._watch, "read", failing)
+    monkeypatch.setattr(running, "_fly", flying)
+    found, errors = heard(running)
+    assert 3 in errors
+    assert found.keys() | errors.keys() == set(range(6))
+    assert not found.keys() & errors.keys()
+    assert all(result == alone()[number] for number, result in found.items())
+
+
+def test_a_poisoned_prompt_fails_alone():
+    """A damaged row of the embedding, of a token in one prompt: nobody else reads it, and who comes
+    into its slot and its pages has the bits of a sound model.
+    """
+    model, place = tiny_model.model(), 4
+    others = {
+        token
+        for n in range(COUNT)
+        for token in (*requests()[n].tokens, *alone()[n].tokens)
+        if n != place
+    }
+    token = next(token for token in requests()[place].tokens if token not in others)
+    embed = np.asarray(model.params["embed"]).copy()
+    embed[token] = np.nan
+    broken = dataclasses.replace(model, params={**model.params, "embed": jax.numpy.asarray(embed)})
+    running = Engine(broken, SIZES)
+    for request in requests():
+        running.submit(request)
+    found, errors = heard(running)
+    assert errors.keys() == {place}
+    assert "request '4': the log-probability of token 0 is not finite" in str(errors[place])
+    assert all(result == alone()[number] for number, result in found.items())
+    assert running.statistics().failed == 1
+
+
+def heard(running) -> tuple[dict[int, di.Result], dict[int, Exception]]:
+    """Results and errors of all requests, by number."""
+    found, errors = {}, {}
+    for update in running.updates():
+        if update.result:
+            found[update.index] = update.result
+        if update.error:
+            errors[update.index] = update.error
+    return found, errors
+
+
+def test_drained_requests_are_those_that_have_begun():
+    """The others are forgotten; what was preempted comes back and ends."""
+    running = Engine(tiny_model.model(), SIZES)
+    for request in requests():
+        running.submit(request)
+    found = {}
+    for update in running.updates():
+        running.drain()
+        if update.result:
+            found[update.index] = update.result
+    after = running.statistics()
+    assert 0 < len(found) < COUNT
+    assert all(result == alone()[number] for number, result in found.items())
+    assert (after.done, after.waiting, after.running) == (len(found), 0, 0)
+
+
 def test_what_can_never_fit_is_refused_with_the_arithmetic():
     running = Engine(tiny_model.model(), dataclasses.replace(SIZES, pages=4))
     long = dataclasses.replace(requests()[9], options=Options(max_tokens=40))

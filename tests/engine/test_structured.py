@@ -7,14 +7,15 @@ import dataclasses
 import functools
 import json
 import re
+import threading
 
 import numpy as np
 import pytest
 
 import deepinfer_jax as di
 from deepinfer_jax import planning
-from deepinfer_jax.engine import Engine, Sizes
-from deepinfer_jax.grammar import GrammarError
+from deepinfer_jax.engine import Engine, Sizes, structured
+from deepinfer_jax.grammar import Compiler, GrammarError, GrammarSettings, compiler
 from deepinfer_jax.prompts import make_requests
 from deepinfer_jax.requests import Options
 from tests import tiny_model
@@ -162,6 +163,23 @@ def test_whoever_reads_may_cancel_at_every_update():
     assert gone
     assert found.keys() == set(numbers) - gone - {3}
     assert all(result == plain()[0][number] for number, result in found.items())
+
+
+@pytest.mark.slow
+def test_a_grammar_that_takes_too_long_fails_alone(monkeypatch):
+    """One that is never compiled in time, among requests without grammar."""
+    gate = threading.Event()
+    monkeypatch.setattr(compiler, "build", lambda *args: gate.wait(60) and None)
+    monkeypatch.setattr(
+        structured, "Compiler", functools.partial(Compiler, settings=GrammarSettings(timeout_s=0.2))
+    )
+    try:
+        found, errors = answered([0, 1, 4], planning.Fixed(2))
+    finally:
+        gate.set()
+    assert errors.keys() == {0}
+    assert errors[0].reason == "timeout"
+    assert {n: plain()[0][n] for n in (1, 4)} == found
 
 
 def test_a_request_that_is_compiling_can_be_cancelled():

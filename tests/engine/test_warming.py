@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 import warnings
 
 import jax
@@ -12,8 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deepinfer_jax import planning
-from deepinfer_jax.engine import Engine, RecompileWarning, Sizes, warming
+from deepinfer_jax import engine, planning
+from deepinfer_jax.engine import Engine, RecompileWarning, Sizes, StepRecord, warming
 from deepinfer_jax.engine.sizes import PREFILL_ROWS, prefill_rows
 from deepinfer_jax.engine.warming import Planned, compiled, needs
 from deepinfer_jax.engine.watch import Watch, compilations, signature
@@ -138,7 +139,7 @@ def test_a_call_finds_what_was_compiled_ahead():
         made = doubled(np.ones((3, 5), np.float32))
         assert compiled(every)[2] == 0
         assert found.count == 0
-        doubled(jnp.zeros((3, 11)))
+        doubled(np.zeros((3, 11), np.float32))
         assert found.count == 1
     assert np.asarray(made).tolist() == [[2.0] * 5] * 3
 
@@ -185,21 +186,43 @@ def warmed(asked, **more):
 
 
 @pytest.mark.slow
-def test_after_warming_up_a_run_compiles_nothing():
-    """Preemption, beginnings in common and mixed steps: warnings are errors here."""
-    running, told = warmed(range(test_engine.COUNT))
+def test_after_warming_up_a_run_compiles_nothing(monkeypatch):
+    """Preemption, beginnings in common and mixed steps: warnings are errors here.
+
+    And every number that is told of the run is that of its results.
+    """
+    # Calls with prompts of one size, as the other tests have them.
+    monkeypatch.setattr(warming, "PREFILL_ROWS", (32,))
+    monkeypatch.setattr(engine.engine, "prefill_rows", lambda waiting: 32)
+    records: list[StepRecord] = []
+    running, told = warmed(range(test_engine.COUNT), observer=records.append)
     before = running.statistics()
+    assert (before.tokens, before.seconds, before.waiting) == (0, 0, test_engine.COUNT)
+    start = time.perf_counter()
     found = {}
     for update in running.updates():
         if update.result:
             found[update.index] = update.result
-    after = running.statistics()
+    seconds, after = time.perf_counter() - start, running.statistics()
     assert [found[n] for n in range(test_engine.COUNT)] == test_engine.alone()
-    assert after.compiled == before.compiled
-    assert after.recompiled == 0
+    assert {each.total for each in told} <= {5}
+    assert (after.compiled, after.recompiled) == (before.compiled, 0)
+    assert (after.done, after.failed, after.running) == (test_engine.COUNT, 0, 0)
+    assert after.tokens == sum(len(result.tokens) for result in found.values())
     assert after.preempted > 0
     assert after.shared_tokens > 0
-    assert {each.total for each in told} <= {5}
+    prompts = sum(result.prompt_tokens for result in found.values())
+    assert after.prompt_tokens + after.shared_tokens >= prompts
+    assert 0 <= after.idle_s <= after.seconds <= seconds
+    assert after.peak_pages == SIZES.pages
+    for name in ("tokens", "verified", "accepted", "prompt_tokens"):
+        assert sum(getattr(record, name) for record in records) == getattr(after, name)
+    assert sum(record.idle_s for record in records) == pytest.approx(after.idle_s, abs=seconds / 9)
+    assert sum(record.compile_s for record in records) == pytest.approx(after.compile_s)
+    assert {record.kind for record in records} == {"prompts", "decode"}
+    assert max(record.pages for record in records) <= SIZES.pages
+    assert all(record.rounds <= 1 for record in records if record.kind == "prompts")
+    assert all((record.latency_s is None) == (record.rounds == 0) for record in records)
 
 
 def test_what_was_not_foreseen_is_said():
