@@ -320,6 +320,15 @@ def test_files_must_differ(engines, prompts, tmp_path, capsys):
 # -- Ctrl-C ----------------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def usual_signal():
+    """The signal as a terminal's process has it: in the background it may be ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("usual_signal")
 @pytest.mark.parametrize("times", [1, 2])
 @pytest.mark.parametrize("order", [[], ["--in-order"]])
 def test_ctrl_c_once_lets_requests_end_and_twice_stops(
@@ -351,6 +360,7 @@ def test_ctrl_c_once_lets_requests_end_and_twice_stops(
         assert out.read_bytes() == whole(engines, prompts)
 
 
+@pytest.mark.usefixtures("usual_signal")
 def test_ctrl_c_while_nothing_runs_stops_at_once(engines, monkeypatch, prompts, tmp_path):
     monkeypatch.setattr(
         FakeEngine, "warm_up", lambda self, progress: signal.raise_signal(signal.SIGINT)
@@ -359,6 +369,7 @@ def test_ctrl_c_while_nothing_runs_stops_at_once(engines, monkeypatch, prompts, 
     assert not engines[0].drained
 
 
+@pytest.mark.usefixtures("usual_signal")
 def test_ctrl_c_at_the_last_request_is_no_interruption(engines, prompts, tmp_path):
     engines.make = {"heard": lambda count: count == 6 and signal.raise_signal(signal.SIGINT)}
     assert run("--prompts", prompts, "--out", tmp_path / "out.jsonl") == 0

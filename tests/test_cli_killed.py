@@ -51,6 +51,15 @@ def at_work(process: subprocess.Popen, out: Path, before: int):
         yield
 
 
+@pytest.fixture
+def usual_signal():
+    """What is ignored here, as in the background, would be ignored by the processes."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("usual_signal")
 @pytest.mark.slow
 @pytest.mark.exhaustive  # six processes that import, load and look programs up
 def test_a_run_that_is_killed_and_interrupted_has_the_bytes_of_one_that_is_not(tmp_path):
