@@ -28,8 +28,8 @@ class Terminal(io.StringIO):
 def test_the_line_has_what_fits():
     whole = line(6, 9, DONE, 10.0, 200)
     assert whole == (
-        "[================        ] 6/9 replies, 4,321 tokens, 432 tokens/s, 0:05 left, "
-        "cache 25%, drafts 73%"
+        "[================        ] 6/9 replies, 4,321 tokens, 432/s, 0:05 left, drafts 73%, "
+        "cache 25%"
     )
     plain = dataclasses.replace(DONE, verified=0, accepted=0)
     assert line(9, 9, plain, 0.0, 200) == f"[{'=' * 24}] 9/9 replies, 4,321 tokens, cache 25%"
@@ -46,14 +46,16 @@ def test_the_line_never_goes_over(ended, seconds, width, tokens):
     found = dataclasses.replace(DONE, tokens=tokens)
     text = line(ended, 9, found, seconds, width)
     assert len(text) <= width
-    whole = line(ended, 9, found, seconds, 1000).split(", ")
-    assert [part for part in whole if part in text.split(", ")] == text.split(", ")
+    bar, _, parts = text.partition("] ")
+    assert (len(bar) - 1) * ended // 9 == bar.count("=")
+    whole = line(ended, 9, found, seconds, 1000).partition("] ")[2].split(", ")
+    assert [part for part in whole if part in parts.split(", ")] == parts.split(", ")
 
 
 @pytest.mark.parametrize("stream", [Terminal(), io.StringIO()])
 def test_progress_is_for_terminals(monkeypatch, stream):
     """It says what is compiled, redraws at most ten times a second, and always at the end."""
-    monkeypatch.setattr(progress, "columns", lambda: 60)
+    monkeypatch.setattr(progress, "columns", lambda: 52)
     now, asked = [100.0], []
     shown = Progress(9, stream, lambda: now[0])
 
@@ -73,8 +75,8 @@ def test_progress_is_for_terminals(monkeypatch, stream):
     assert asked == [100.0, 100.2, 100.21]
     drawn = stream.getvalue().split("\r")
     assert drawn[1].rstrip() == "compiling 3 of 7: decode 8 slots, 3 drafts"
-    assert drawn[-1] == f"[{'=' * 24}] 9/9 replies, 4,321 tokens\n"
-    assert all(len(text.rstrip("\n")) <= 60 for text in drawn)
+    assert drawn[-1] == f"[{'=' * 15}] 9/9 replies, 4,321 tokens, 20576/s\n"
+    assert all(len(text.rstrip("\n")) <= 52 for text in drawn)
 
 
 def test_the_report():

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TextIO
 if TYPE_CHECKING:
     from deepinfer_jax.engine import Statistics, Warming
 
-_WIDTH = 24
+_BARS = 10, 24  # characters of the bar, at least and at most
 _INTERVAL = 0.1  # seconds between redraws
 
 
@@ -64,21 +64,21 @@ def columns() -> int:
 
 def line(ended: int, total: int, statistics: Statistics, seconds: float, width: int) -> str:
     """The line, as much as fits into `width`; `seconds` since the first token."""
-    full = _WIDTH * ended // total
-    parts = [f"{ended}/{total} replies", f"{statistics.tokens:,} tokens"]
+    parts = [f"{statistics.tokens:,} tokens"]
     if seconds:
-        parts.append(f"{statistics.tokens / seconds:.0f} tokens/s")
+        parts.append(f"{statistics.tokens / seconds:.0f}/s")
     if 0 < ended < total and seconds:
         parts.append(f"{_clock(seconds * (total - ended) / ended)} left")
-    if statistics.pages:
-        parts.append(f"cache {statistics.used_pages / statistics.pages:.0%}")
     if statistics.acceptance is not None:
         parts.append(f"drafts {statistics.acceptance:.0%}")
-    text = f"[{'=' * full}{' ' * (_WIDTH - full)}] {parts[0]}"
-    for part in parts[1:]:
-        if len(text) + 2 + len(part) <= width:
+    if statistics.pages:
+        parts.append(f"cache {statistics.used_pages / statistics.pages:.0%}")
+    text, room = f" {ended}/{total} replies", width - _BARS[0] - 2
+    for part in parts:
+        if len(text) + 2 + len(part) <= room:
             text += f", {part}"
-    return text
+    bar = min(_BARS[0] + max(room - len(text), 0), _BARS[1])
+    return f"[{'=' * (bar * ended // total):{bar}}]{text}"
 
 
 def _clock(seconds: float) -> str:
