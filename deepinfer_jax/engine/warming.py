@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
+import jax
 import numpy as np
 
 from deepinfer_jax.cache import Cache
@@ -106,8 +107,12 @@ def planned(
             Planned("snapshots", programs.take_program, (kept, cache, slots, slots)),
             Planned("beginnings", programs.restore_program, (cache, kept, slots, slots)),
         ]
+    if running.edits is not None:
+        one = jax.tree.map(lambda x: np.zeros((1, *x.shape[1:]), x.dtype), running.edits)
+        every += [Planned("edits", programs.edit_program, (running.edits, np.int32(0), one))]
+    bare = dataclasses.replace(running, edits=None)
     stops = np.zeros((sizes.slots, sizes.stop_ids), np.int32)
-    return [*every, Planned("seats", programs.seat_program, (running, none, slots, stops))]
+    return [*every, Planned("seats", programs.seat_program, (bare, none, slots, stops))]
 
 
 def _prompts(

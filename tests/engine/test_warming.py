@@ -92,7 +92,7 @@ def test_the_list_of_programs(policy, ruled, labels):
     prompts = [
         f"prompts, {n} rows{m}" for n in (32, 256) for m in ("", " under grammars")[: 1 + ruled]
     ]
-    want = [*prompts, *labels, "snapshots", "beginnings", "seats"]
+    want = [*prompts, *labels, "snapshots", "beginnings", "edits", "seats"]
     assert [a[: len(b)] for a, b in zip(found, want, strict=True)] == want
 
 

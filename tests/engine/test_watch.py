@@ -55,6 +55,7 @@ def test_the_idle_time_is_never_too_small_and_exact_where_the_host_waits(steps, 
         seen, flights, late = Watch(lambda: device.now), [], False
         for cost, work, overhead in steps:
             flights.append(seen.ask(device.call, cost, overhead))
+            late |= any(device.now > each.done for each in flights[:-1])
             while len(flights) > ahead:
                 late |= device.now > flights[0].done  # it was ready before it was read
                 seen.read(flights.pop(0))
