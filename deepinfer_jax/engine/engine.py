@@ -270,7 +270,7 @@ class Engine:
                 np.array([self._ends(work) for work in works], np.int32),
             )  # fmt: skip
             edits = seated_edits(
-                self._running.edits, works, fresh, model.cfg, self._sizes, self._watch
+                self._running.edits, works, fresh, model.cfg, self._sizes, self._watch.ask
             )
             self._running = dataclasses.replace(running, edits=edits)
             self._stale.clear()

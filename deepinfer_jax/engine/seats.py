@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -135,9 +136,12 @@ def sampling_of(seated: Sequence[Work | None]) -> Sampling:
 
 def seated_edits(
     edits: Edits | None, works: Sequence[Work | None], fresh: Collection[int], cfg: ModelConfig,
-    sizes: Sizes, watch: Watch,
+    sizes: Sizes, ask: Callable[..., Any],
 ) -> Edits | None:  # fmt: skip
-    """`edits` for the `works` of every slot, those of the `fresh` slots new; it is donated."""
+    """`edits` for the `works` of every slot, those of the `fresh` slots new; it is donated.
+
+    `ask`: how a program is called (`Watch.ask`).
+    """
     if edits is None:
         return None
     active = np.array([work is not None and work.request.options.edits for work in works])
@@ -146,7 +150,7 @@ def seated_edits(
         work = works[slot]
         if work is not None and active[slot]:
             one = _edits_of(work, cfg, sizes)
-            made = watch.ask(programs.edit_program, made, np.int32(slot), one)
+            made = ask(programs.edit_program, made, np.int32(slot), one)
     return dataclasses.replace(made, active=jnp.asarray(active))
 
 

@@ -107,11 +107,11 @@ def planned(
             Planned("snapshots", programs.take_program, (kept, cache, slots, slots)),
             Planned("beginnings", programs.restore_program, (cache, kept, slots, slots)),
         ]
-    stops = np.zeros((sizes.slots, sizes.stop_ids), np.int32)
     if running.edits is not None:
         one = jax.tree.map(lambda x: np.zeros((1, *x.shape[1:]), x.dtype), running.edits)
-        every.append(Planned("edits", programs.edit_program, (running.edits, np.int32(0), one)))
+        every += [Planned("edits", programs.edit_program, (running.edits, np.int32(0), one))]
     bare = dataclasses.replace(running, edits=None)
+    stops = np.zeros((sizes.slots, sizes.stop_ids), np.int32)
     return [*every, Planned("seats", programs.seat_program, (bare, none, slots, stops))]
 
 

@@ -155,11 +155,12 @@ def signature(program: Callable[..., Any], args: tuple, more: dict[str, Any]) ->
 
 
 def _kind(value: Any) -> str:
-    if not isinstance(value, jax.Array | np.ndarray | np.generic):
-        return repr(value)
-    # An array that is bound to devices makes another program than one that is not.
-    place = f" on {getattr(value, 'sharding', None)}" if getattr(value, "committed", False) else ""
-    return f"{value.dtype}{list(value.shape)}{place}"
+    if isinstance(value, jax.Array) and getattr(value, "committed", False):
+        # An array that is bound to devices makes another program than one that is not.
+        return f"{value.dtype}{list(value.shape)} on {value.sharding}"
+    if isinstance(value, jax.Array | np.ndarray | np.generic):
+        return f"{value.dtype}{list(value.shape)}"
+    return repr(value)
 
 
 def _ready(value: Any) -> bool:

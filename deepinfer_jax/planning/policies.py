@@ -168,10 +168,11 @@ class Planner(Policy):
         return Move(0, memory.slots, Lengths(np.int32(0)))
 
     def moves(self, memory: Memory) -> tuple[Move, ...]:
-        """Without drafts, and all sizes that were timed: a look at the drafter is one of them."""
-        rows = curve_for(self.table, memory.slots).rows
+        """Without drafts, the look at the drafter, and all sizes that were timed."""
+        curve = curve_for(self.table, memory.slots)
+        rows = {look_rows(curve), *curve.rows}
         plain = Move(0, memory.slots, Lengths(np.int32(0)))
-        return (plain, *(self._drafted(memory, count) for count in rows))
+        return (plain, *(self._drafted(memory, count) for count in sorted(rows)))
 
     def _drafted(self, memory: Memory, rows: int, rounds: int | None = None) -> Move:
         fill = Fill(np.asarray(self.temperatures, np.float32))

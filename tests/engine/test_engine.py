@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import deepinfer_jax as di
 from deepinfer_jax import engine, planning
-from deepinfer_jax.engine import Engine, Sizes, memory, programs
+from deepinfer_jax.engine import Engine, Sizes, StepRecord, memory, programs, warming, watch
 from deepinfer_jax.prompts import make_requests
 from deepinfer_jax.requests import Options
 from deepinfer_jax.scheduling import FirstCome, Priority, ShortestFirst
@@ -250,6 +250,59 @@ def test_drained_requests_are_those_that_have_begun():
     assert 0 < len(found) < COUNT
     assert all(result == alone()[number] for number, result in found.items())
     assert (after.done, after.waiting, after.running) == (len(found), 0, 0)
+
+
+@pytest.mark.slow
+def test_after_warming_up_a_run_calls_what_was_foreseen(monkeypatch):
+    """Preemption, beginnings in common and mixed steps: every call is one of those compiled ahead.
+    And every number that is told of the run is that of its results.
+    """
+    # Calls with prompts of one size, as the other tests have them.
+    monkeypatch.setattr(warming, "PREFILL_ROWS", (32,))
+    monkeypatch.setattr(engine.engine, "prefill_rows", lambda waiting: 32)
+    records: list[StepRecord] = []
+    running, told = Engine(tiny_model.model(), SIZES, observer=records.append), []
+    for request in requests():
+        running.submit(request)
+    running.warm_up(told.append)
+    before = running.statistics()
+    assert (before.tokens, before.seconds, before.waiting) == (0, 0, COUNT)
+    ask, called = running._watch.ask, set()
+
+    def asking(program, *args, **more):
+        name = watch.name_of(program)
+        assert watch.signature(program, args, more) in running._watch._known[name]
+        called.add(name)
+        return ask(program, *args, **more)
+
+    monkeypatch.setattr(running._watch, "ask", asking)
+    found, errors = heard(running)
+    assert not errors
+    assert [found[n] for n in range(COUNT)] == alone()
+    assert called == running._watch._known.keys()
+    assert {each.total for each in told} <= {len(called)}
+    check_numbers(running.statistics(), before, found, records)
+
+
+def check_numbers(after, before, found, records):
+    """Of a run of all requests."""
+    assert (after.compiled, after.recompiled) == (before.compiled, 0)
+    assert (after.done, after.failed, after.running) == (COUNT, 0, 0)
+    assert after.tokens == sum(len(result.tokens) for result in found.values())
+    assert after.preempted > 0
+    assert after.shared_tokens > 0
+    prompts = sum(result.prompt_tokens for result in found.values())
+    assert after.prompt_tokens + after.shared_tokens >= prompts
+    assert 0 <= after.idle_s <= after.seconds
+    assert after.peak_pages == SIZES.pages
+    for name in ("tokens", "verified", "accepted", "prompt_tokens"):
+        assert sum(getattr(record, name) for record in records) == getattr(after, name)
+    assert sum(record.idle_s for record in records) <= after.idle_s + 1e-9
+    assert sum(record.compile_s for record in records) == pytest.approx(after.compile_s)
+    assert {record.kind for record in records} == {"prompts", "decode"}
+    assert max(record.pages for record in records) <= SIZES.pages
+    assert all(record.rounds <= 1 for record in records if record.kind == "prompts")
+    assert all(record.rounds == 0 for record in records if record.latency_s is None)
 
 
 def test_what_can_never_fit_is_refused_with_the_arithmetic():

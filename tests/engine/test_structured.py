@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 import deepinfer_jax as di
-from deepinfer_jax import planning
-from deepinfer_jax.engine import Engine, Sizes, structured
+from deepinfer_jax import engine, planning
+from deepinfer_jax.engine import Engine, Sizes, structured, warming, watch
 from deepinfer_jax.grammar import Compiler, GrammarError, GrammarSettings, compiler
 from deepinfer_jax.prompts import make_requests
 from deepinfer_jax.requests import Options
@@ -180,6 +180,30 @@ def test_a_grammar_that_takes_too_long_fails_alone(monkeypatch):
     assert errors.keys() == {0}
     assert errors[0].reason == "timeout"
     assert {n: plain()[0][n] for n in (1, 4)} == found
+
+
+@pytest.mark.slow
+def test_programs_under_grammars_are_foreseen(monkeypatch):
+    """Every call of a run with drafts is one of those that are compiled ahead of it."""
+    monkeypatch.setattr(warming, "PREFILL_ROWS", (32,))
+    monkeypatch.setattr(engine.engine, "prefill_rows", lambda waiting: 32)
+    plain()
+    running, called = Engine(tiny_model.model(), SIZES, policy=planning.Fixed(2)), set()
+    for request in requests():
+        running.submit(request)
+    running.warm_up()
+    ask = running._watch.ask
+
+    def asking(program, *args, **more):
+        name = watch.name_of(program)
+        assert watch.signature(program, args, more) in running._watch._known[name]
+        called.add(name)
+        return ask(program, *args, **more)
+
+    monkeypatch.setattr(running._watch, "ask", asking)
+    assert len([update for update in running.updates() if update.result]) == 8
+    assert called == running._watch._known.keys()
+    assert running.statistics().verified > 0
 
 
 def test_a_request_that_is_compiling_can_be_cancelled():

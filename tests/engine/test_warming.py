@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import time
-import warnings
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deepinfer_jax import engine, planning
-from deepinfer_jax.engine import Engine, RecompileWarning, Sizes, StepRecord, warming
+from deepinfer_jax import planning
+from deepinfer_jax.engine import Engine, RecompileWarning, Sizes, warming
 from deepinfer_jax.engine.sizes import PREFILL_ROWS, prefill_rows
 from deepinfer_jax.engine.warming import Planned, compiled, needs
 from deepinfer_jax.engine.watch import Watch, compilations, signature
@@ -176,60 +174,8 @@ def test_a_signature_tells_arrays_bound_to_a_device_apart():
     assert bound["x"].startswith("float32[3] on ")
 
 
-def warmed(asked, **more):
-    running = Engine(tiny_model.model(), SIZES, **more)
-    for n in asked:
-        running.submit(test_engine.requests()[n])
-    told = []
-    running.warm_up(told.append)
-    return running, told
-
-
-@pytest.mark.slow
-def test_after_warming_up_a_run_compiles_nothing(monkeypatch):
-    """Preemption, beginnings in common and mixed steps: warnings are errors here.
-
-    And every number that is told of the run is that of its results.
-    """
-    # Calls with prompts of one size, as the other tests have them.
-    monkeypatch.setattr(warming, "PREFILL_ROWS", (32,))
-    monkeypatch.setattr(engine.engine, "prefill_rows", lambda waiting: 32)
-    records: list[StepRecord] = []
-    running, told = warmed(range(test_engine.COUNT), observer=records.append)
-    before = running.statistics()
-    assert (before.tokens, before.seconds, before.waiting) == (0, 0, test_engine.COUNT)
-    start = time.perf_counter()
-    found = {}
-    for update in running.updates():
-        if update.result:
-            found[update.index] = update.result
-    seconds, after = time.perf_counter() - start, running.statistics()
-    assert [found[n] for n in range(test_engine.COUNT)] == test_engine.alone()
-    assert {each.total for each in told} <= {6}
-    assert (after.compiled, after.recompiled) == (before.compiled, 0)
-    assert (after.done, after.failed, after.running) == (test_engine.COUNT, 0, 0)
-    assert after.tokens == sum(len(result.tokens) for result in found.values())
-    assert after.preempted > 0
-    assert after.shared_tokens > 0
-    prompts = sum(result.prompt_tokens for result in found.values())
-    assert after.prompt_tokens + after.shared_tokens >= prompts
-    assert 0 <= after.idle_s <= after.seconds <= seconds
-    assert after.peak_pages == SIZES.pages
-    for name in ("tokens", "verified", "accepted", "prompt_tokens"):
-        assert sum(getattr(record, name) for record in records) == getattr(after, name)
-    assert sum(record.idle_s for record in records) == pytest.approx(after.idle_s, abs=seconds / 9)
-    assert sum(record.compile_s for record in records) == pytest.approx(after.compile_s)
-    assert {record.kind for record in records} == {"prompts", "decode"}
-    assert max(record.pages for record in records) <= SIZES.pages
-    assert all(record.rounds <= 1 for record in records if record.kind == "prompts")
-    assert all(record.rounds == 0 for record in records if record.latency_s is None)
-
-
-def test_what_was_not_foreseen_is_said():
-    """A run warmed up for short prompts gets a long one, in a program of its own kind."""
-    running, _ = warmed([0])
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        running._watch.ask(doubled, jnp.zeros((13, 2)))
-    assert "nothing like it was foreseen" in str(caught[0].message)
-    assert running.statistics().recompiled == 1
+def test_a_program_of_which_nothing_was_foreseen_is_said():
+    watch = Watch()
+    watch.warmed({}, 0.0, 0)
+    with pytest.warns(RecompileWarning, match="nothing like it was foreseen"):
+        watch.ask(doubled, np.zeros((13, 2), np.float32))

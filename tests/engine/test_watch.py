@@ -54,9 +54,8 @@ def test_the_idle_time_is_never_too_small_and_exact_where_the_host_waits(steps, 
         device = Device(patch)
         seen, flights, late = Watch(lambda: device.now), [], False
         for cost, work, overhead in steps:
-            pending = [each for each in flights if each.done > device.now]
             flights.append(seen.ask(device.call, cost, overhead))
-            late |= any(each.done < device.now for each in pending)  # ready within the call
+            late |= any(device.now > each.done for each in flights[:-1])
             while len(flights) > ahead:
                 late |= device.now > flights[0].done  # it was ready before it was read
                 seen.read(flights.pop(0))
