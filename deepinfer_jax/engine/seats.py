@@ -16,7 +16,6 @@ from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.edits import Edits
 from deepinfer_jax.engine import programs
 from deepinfer_jax.engine.sizes import Sizes
-from deepinfer_jax.engine.watch import Watch
 from deepinfer_jax.grammar import State
 from deepinfer_jax.requests import Request, Result, Timing
 from deepinfer_jax.rounds import Round
