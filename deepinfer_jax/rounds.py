@@ -168,14 +168,15 @@ def _verify(
     each = jax.tree.map(lambda x: jnp.asarray(x)[slot], sampling)
     edits = None if edits is None else editing.of_rows(edits, slot, drafts, offset)
     mask = _allowed(mask, slot, offset)
-    own, allowed = editing.edited(logits, edits, positions + 1, mask)
+    index = positions + 1
+    own, allowed = editing.edited(logits, edits, index, mask)
     if draft_logits is None:
-        sampled = samplers.sample(logits, each, positions + 1, allowed, own)
+        sampled = samplers.sample(logits, each, index, allowed, own)
     else:
         following = jnp.minimum(offset, n - 1)
-        drawn = editing.edited(draft_logits[slot, following], edits, positions + 1, mask)[0]
+        drawn = editing.edited(draft_logits[slot, following], edits, index, mask)[0]
         sampled = rejection.sample(
-            logits, drawn, drafts[slot, following], offset < scheduled[slot], each, positions + 1,
+            logits, drawn, drafts[slot, following], offset < scheduled[slot], each, index,
             allowed, own,
         )  # fmt: skip
     place = packing.first[:, None] + jnp.arange(n + 1, dtype=jnp.int32)[None, :]

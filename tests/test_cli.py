@@ -209,6 +209,20 @@ def test_a_schema_reaches_the_request(monkeypatch, tmp_path):
     assert asked[0].options.grammar == Grammar("json", {"type": "integer"})
 
 
+def test_penalties_and_a_least_length_reach_the_request(monkeypatch):
+    asked = []
+    monkeypatch.setattr(generation, "updates", lambda model, due, **more: asked.extend(due) or [])
+    flags = ["--min-tokens", 3, "--ignore-eos", "--presence-penalty", -0.5, "--frequency-penalty",
+             0.25, "--repetition-penalty", 1.5]  # fmt: skip
+    assert run("a", *flags) == 0
+    assert run("a") == 0
+    given, default = (request.options for request in asked)
+    assert given == dataclasses.replace(
+        default, min_tokens=3, ignore_eos=True, presence_penalty=-0.5, frequency_penalty=0.25,
+        repetition_penalty=1.5,
+    )  # fmt: skip
+
+
 def test_a_request_that_fails_alone_is_named_and_the_others_are_written(
     capsys, monkeypatch, tmp_path, prompt_file
 ):

@@ -34,7 +34,7 @@ from tests import every_role
 from tests.oracle import Oracle, random_model, read_folder
 
 PROMPT, STEPS = 29, 4
-ROWS, CAPACITY, POSITIONS = PROMPT + 3, 40, 64
+ROWS, CAPACITY, POSITIONS = PROMPT + 3, 40, 128
 MODES = {"fp32": Numerics.fp32(), "fp32_kvq": Numerics.fp32_kvq()}
 BOUND = 1e-4  # of the largest magnitude; two independent implementations stay within 2.5e-5
 TIE = 2e-6  # a decision closer than this may fall either way
