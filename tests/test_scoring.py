@@ -97,7 +97,7 @@ def test_scores_do_not_depend_on_the_width_the_batch_or_how_many_are_named():
 
 
 def test_all_named_tokens_have_probability_one_together():
-    """By the plain function on the head's own output: nothing is left out, nothing counted twice."""
+    """By the plain function on logits: nothing is left out, nothing counted twice."""
     logits = np.random.default_rng(0).normal(size=(3, 11)).astype(np.float32)
     ids, values = jax.jit(di.sampling.top_logprobs, static_argnums=1)(logits, 11)
     assert (np.sort(ids) == np.arange(11)).all()
