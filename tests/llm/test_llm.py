@@ -15,13 +15,16 @@ import pytest
 import deepinfer_jax as di
 from deepinfer_jax import loading, scoring
 from deepinfer_jax.determinism.equality import bits
+from deepinfer_jax.engine import sizes
 from deepinfer_jax.llm import LLM, SamplingParams, replies, sample_seed
 from deepinfer_jax.planning import policies
+from deepinfer_jax.requests import Options
 from tests import tiny_model
 
 SLOTS = 5  # of programs that other tests compile too
 TOP = 5
 PROMPTS = ["What is 12 + 7?", [9, 8, 7], {"prompt": "Sort 3 1 2."}, {"prompt_token_ids": [5] * 40}]
+NEIGHBOUR = [(7 * i) % 2048 for i in range(600)]
 PARAMS = [
     SamplingParams(n=3, seed=11, max_tokens=7, top_logprobs=TOP, prompt_logprobs=True),
     SamplingParams(n=1, seed=12, max_tokens=3, temperature=0, top_logprobs=TOP, logprob_mode="raw"),
@@ -37,7 +40,9 @@ def llm(**options) -> LLM:
 
 @functools.cache
 def together() -> list[di.RequestOutput]:
-    return llm(batch_size=SLOTS).generate(PROMPTS, PARAMS)
+    """All at once; the long neighbour makes the programs those of tests/test_generation.py."""
+    prompts, params = [*PROMPTS, NEIGHBOUR], [*PARAMS, SamplingParams(max_tokens=9)]
+    return llm(batch_size=SLOTS).generate(prompts, params)[: len(PROMPTS)]
 
 
 def test_outputs_come_in_the_order_of_the_prompts():
@@ -149,6 +154,27 @@ def test_prompts_can_be_scored_alone():
 
 
 @pytest.mark.exhaustive
+def test_what_edits_the_choice_leaves_the_raw_log_probabilities_to_score():
+    """Penalties, biases, bans and forced tokens: `LLM` compares the two itself."""
+    some = [
+        {"logit_bias": {5: 50.0}, "frequency_penalty": 20.0},
+        {"golden_token_ids": [7, -1, 8], "top_p": 0.5},
+        {"allowed_token_ids": [3, 4, 5], "repetition_penalty": 1.5},
+        {"banned_token_ids": [5], "min_tokens": 6, "ignore_eos": True, "presence_penalty": 1.0},
+    ]
+    params = [
+        SamplingParams(n=2, seed=n, max_tokens=8, top_logprobs=TOP, prompt_logprobs=True, **each)
+        for n, each in enumerate(some)
+    ]
+    edited = llm(batch_size=SLOTS).generate(PROMPTS, params)
+    assert edited[1].outputs[0].token_ids[0::2][:2] == (7, 8)
+    assert {*edited[2].outputs[0].token_ids} <= {3, 4, 5}
+    for prompt, one, output in zip(PROMPTS, params, edited, strict=True):
+        (alone,) = llm(batch_size=1).generate(prompt, one)
+        assert dataclasses.replace(alone, request_id=output.request_id) == output
+
+
+@pytest.mark.exhaustive
 def test_drafts_change_nothing():
     drafting = LLM(tiny_model.model(), batch_size=SLOTS, speculative=policies.Fixed(3))
     assert drafting.generate(PROMPTS, PARAMS) == together()
@@ -211,11 +237,13 @@ def test_one_prompt_of_each_form_and_none():
 
 
 def test_the_room_there_is():
-    (output,) = llm(batch_size=1).generate([[5] * 1020], SamplingParams(max_tokens=None, seed=2))
-    assert len(output.outputs[0].token_ids) <= 4
-    assert output.outputs[0].finish_reason in ("stop", "length")
-    with pytest.raises(ValueError, match=r"prompts\[1\]: .*min_tokens must be at most"):
+    params = SamplingParams(max_tokens=None, seed=2)
+    asked = llm()._asked({"tokens": [5] * 1020}, None, params, "0", "", Options())
+    assert asked.samples[0].options.max_tokens == 4
+    with pytest.raises(ValueError, match=r"prompts\[1\]: min_tokens must be at most max_tokens=4"):
         llm().generate([[5], [5] * 1020], SamplingParams(max_tokens=None, min_tokens=9))
+    with pytest.raises(ValueError, match=r"prompts\[0\]: the prompt has 1024 .* shorten it by 1"):
+        llm().generate([[5] * 1024], params)
 
 
 @pytest.mark.parametrize(
@@ -223,7 +251,7 @@ def test_the_room_there_is():
     [
         ((5,), TypeError, "prompts must be a text"),
         ((b"a",), TypeError, "prompts must be a text"),
-        ((["a", 5],), TypeError, r"prompts\[1\]"),
+        ((["a", 5],), ValueError, r"prompts\[1\]: tokens must be"),
         (([""],), ValueError, r"prompts\[0\] is an empty text; give \[0\]"),
         (([[]],), ValueError, r"prompts\[0\]: tokens must be a non-empty list"),
         (([[2048]],), ValueError, r"prompts\[0\]: tokens must lie in 0\.\.2047"),
@@ -262,7 +290,7 @@ def test_a_reply_that_fails_alone_does_not_take_the_others_along():
     bad = {"schema_type": "regex", "schema": "("}
     some = [PARAMS[1], SamplingParams(so_args=bad, n=2, top_logprobs=TOP, prompt_logprobs=True)]
     with pytest.warns(RuntimeWarning, match="2 of 3 replies failed .* the first is request 1"):
-        good, failed = llm(batch_size=SLOTS).generate([PROMPTS[1], "a"], some)
+        good, failed = llm(batch_size=1).generate([PROMPTS[1], "a"], some)
     assert good.outputs == together()[1].outputs
     assert not failed.finished
     assert failed.prompt_logprobs is not None
@@ -308,6 +336,7 @@ def test_the_readme_example_runs(monkeypatch):
     text = (Path(__file__).parents[2] / "README.md").read_text("utf-8")
     (block,) = re.findall(r"<!-- tested: llm -->\n```python\n(.*?)```", text, re.DOTALL)
     monkeypatch.setattr(loading, "load", lambda name, **options: tiny_model.model())
+    monkeypatch.setattr(sizes, "DEFAULT_SLOTS", 1)  # the programs of the other tests
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         exec(compile(block, "README.md", "exec"), {})
