@@ -186,4 +186,5 @@ def _judge_rows(
         return padded.reshape(-1, block, *x.shape[1:])
 
     parts = jax.tree.map(blocks, (output, tokens, sampling))
-    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:count], lax.map(one, parts))
+    # No -1: where nothing was asked for, K is 0.
+    return jax.tree.map(lambda x: x.reshape(count + pad, *x.shape[2:])[:count], lax.map(one, parts))
