@@ -110,8 +110,11 @@ def _batches(lengths: Sequence[int], longest: int) -> Iterator[tuple[int, list[i
 
 
 def _top_bucket(top: int, vocabulary: int) -> int:
-    """How many are computed where `top` are wanted: a power of two, so that programs are shared."""
-    return min(_power_of_two(top), vocabulary) if top else 0
+    """How many are computed where `top` are wanted: a power of 8, so that programs are shared."""
+    size = 8 if top else 0
+    while size < top:
+        size *= 8
+    return min(size, vocabulary)
 
 
 def _power_of_two(count: int) -> int:
