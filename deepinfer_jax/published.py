@@ -209,8 +209,8 @@ SETTINGS: tuple[Setting, ...] = (
     _missing("MULTI_MODAL_BUFFER_SIZE", "512", "images on their way", _NO_IMAGES),
     _missing("MULTI_MODAL_WORKER_TIMEOUT", "1800 s", "patience with the encoder", _NO_IMAGES),
     # -- logs and profiles
-    _needless("LOGGING_INTERVAL_STEP", "100", "steps between lines of the log",
-              "nothing is logged; the command shows progress, results have their timing"),
+    _field("LOGGING_INTERVAL_STEP", "100", "steps between lines of the log",
+           "a line of JSON for every step", "deepinfer-jax generate --metrics"),
     _needless("NCCL_MEMORY_SAMPLE_INTERVAL_STEPS", "1000", "steps between samples of memory",
               "memory is planned before anything is allocated (`engine.memory`)"),
     _needless("RINGBUFFER_WARNING_INTERVAL", "60 s", "warnings of a full queue", _ONE_PROCESS),
