@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from deepinfer_jax.checkpoint import load_params, save_params
     from deepinfer_jax.config import ModelConfig
     from deepinfer_jax.generation import generate, stream
+    from deepinfer_jax.llm import LLM, CompletionOutput, RequestOutput, SamplingParams
     from deepinfer_jax.loading import Model, load
     from deepinfer_jax.model.forward import forward, trace
     from deepinfer_jax.numerics import Numerics
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from deepinfer_jax.rounds import Round, Running, decode, decode_many, speculate, verify
     from deepinfer_jax.rows import Rows, batch_rows, text_rows
     from deepinfer_jax.sampling import Sampled, Sampling, make_sampling
+    from deepinfer_jax.scoring import score_sequences
     from deepinfer_jax.steps import prefill, score
     from deepinfer_jax.tables import Tables, make_tables
     from deepinfer_jax.text import Tokenizer, load_tokenizer
@@ -30,15 +32,19 @@ __version__ = "0.1.0"
 # Public name -> where it lives: a module, or "module:name" where it has another name there.
 _HOMES = {
     "Cache": "cache",
+    "CompletionOutput": "llm",
+    "LLM": "llm",
     "Model": "loading",
     "ModelConfig": "config",
     "Numerics": "numerics",
+    "RequestOutput": "llm",
     "Result": "requests",
     "Rows": "rows",
     "Round": "rounds",
     "Running": "rounds",
     "Sampled": "sampling",
     "Sampling": "sampling",
+    "SamplingParams": "llm",
     "Tables": "tables",
     "Tokenizer": "text",
     "batch_rows": "rows",
@@ -57,6 +63,7 @@ _HOMES = {
     "request_seed": "prompts",
     "save_params": "checkpoint",
     "score": "steps",
+    "score_sequences": "scoring",
     "speculate": "rounds",
     "stream": "generation",
     "text_rows": "rows",
@@ -65,16 +72,20 @@ _HOMES = {
 }
 
 __all__ = [
+    "LLM",
     "Cache",
+    "CompletionOutput",
     "Model",
     "ModelConfig",
     "Numerics",
+    "RequestOutput",
     "Result",
     "Round",
     "Rows",
     "Running",
     "Sampled",
     "Sampling",
+    "SamplingParams",
     "Tables",
     "Tokenizer",
     "__version__",
@@ -94,6 +105,7 @@ __all__ = [
     "request_seed",
     "save_params",
     "score",
+    "score_sequences",
     "speculate",
     "stream",
     "text_rows",

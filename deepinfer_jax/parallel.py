@@ -63,6 +63,7 @@ def place(params: Params, mesh: Mesh) -> Params:
 def score(
     params: Params, tables: Tables, tokens: jax.Array, lengths: jax.Array, cfg: ModelConfig,
     numerics: Numerics, mesh: Mesh, *, sampling: Sampling | None = None, remat: bool = False,
+    top: int = 0,
 ) -> Scores:  # fmt: skip
     """`steps.score` with the B sequences split over the mesh; B must be a multiple of its size."""
     _check_batch(tokens.shape[0], mesh)
@@ -71,7 +72,7 @@ def score(
 
     def own(params: Params, tables: Tables, tokens: Any, lengths: Any, sampling: Any) -> Scores:
         return steps.score(
-            params, tables, tokens, lengths, cfg, numerics, sampling=sampling, remat=remat
+            params, tables, tokens, lengths, cfg, numerics, sampling=sampling, remat=remat, top=top
         )
 
     return jax.shard_map(

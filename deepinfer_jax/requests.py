@@ -327,12 +327,17 @@ class Result:
 
     def _repr_html_(self) -> str:
         """Tokens on a background that darkens as their probability falls, for notebooks."""
-        spans = []
-        for piece, logprob in zip(self.pieces, self.logprobs, strict=True):
-            shade = min(1.0, -logprob / 8)
-            shown = html.escape(piece).replace("\n", "↵\n")
-            spans.append(
-                f'<span title="{logprob:.3f}" style="background:rgba(214,96,77,{shade:.2f})">'
-                f"{shown}</span>"
-            )
-        return f'<div style="white-space:pre-wrap">{"".join(spans)}</div>'
+        return shaded_tokens(self.pieces, self.logprobs)
+
+
+def shaded_tokens(pieces: Sequence[str], logprobs: Sequence[float]) -> str:
+    """HTML of a reply's pieces on a background that darkens as their probability falls."""
+    spans = []
+    for piece, logprob in zip(pieces, logprobs, strict=True):
+        shade = min(1.0, -logprob / 8)
+        shown = html.escape(piece).replace("\n", "↵\n")
+        spans.append(
+            f'<span title="{logprob:.3f}" style="background:rgba(214,96,77,{shade:.2f})">'
+            f"{shown}</span>"
+        )
+    return f'<div style="white-space:pre-wrap">{"".join(spans)}</div>'

@@ -198,6 +198,24 @@ def logprob(logits: Array, token: Array, norm: Array | None = None) -> jax.Array
     return picked.astype(jnp.float32) - whole
 
 
+def top_logprobs(logits: Array, count: int) -> tuple[jax.Array, jax.Array]:
+    """(ids int32, log-probabilities float32) [..., K] of the K = `count` most probable tokens.
+
+    `logprob` of each under `logits` [..., V], in every bit. The order is total: value descending,
+    lower id among equals; so K tokens are the first K of any longer list.
+    """
+    if not 0 <= count <= logits.shape[-1]:
+        raise ValueError(
+            f"count (top tokens) must lie in 0..{logits.shape[-1]}, the vocabulary, got {count}"
+        )
+    if count == 0:
+        nothing = (*logits.shape[:-1], 0)
+        return jnp.zeros(nothing, jnp.int32), jnp.zeros(nothing, jnp.float32)
+    logits = jnp.asarray(logits).astype(jnp.float32)
+    values, ids = numerics.top_k(logits - numerics.logsumexp(logits)[..., None], count)
+    return ids.astype(jnp.int32), values
+
+
 @jax.named_scope("transform")
 def transform(logits: Array, sampling: Sampling, mask: Array | None = None) -> jax.Array:
     """Log-probabilities [T, V] float32 of what may be sampled, -inf outside.

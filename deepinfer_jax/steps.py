@@ -120,22 +120,27 @@ class Scores:
 
     raw, processed, kept_mass [B, S-1] float32: of token i+1 given tokens 0..i, as in `Sampled`.
     routed [L, B, S, k]: experts of every token, best first.
+    top_ids int32, top_logprobs float32 [B, S-1, K]: the most probable tokens at place i+1 and their
+    `raw` (`sampling.top_logprobs`); K is 0 unless they were asked for.
     """
 
     raw: jax.Array
     processed: jax.Array
     kept_mass: jax.Array
     routed: jax.Array
+    top_ids: jax.Array
+    top_logprobs: jax.Array
 
 
 def score(
     params: Any, tables: Tables, tokens: jax.Array, lengths: jax.Array, cfg: ModelConfig,
-    numerics: Numerics, *, sampling: Sampling | None = None, remat: bool = False,
+    numerics: Numerics, *, sampling: Sampling | None = None, remat: bool = False, top: int = 0,
 ) -> Scores:  # fmt: skip
     """Log-probabilities of tokens [B, S] (right-padded, lengths [B]): what the sampler saw.
 
     sampling: parameters of the B sequences; None is temperature 1 without truncation, where
-    `processed` equals `raw`. No cache; differentiable in `params` when they are plain floats. The
+    `processed` equals `raw`. top: how many of the most probable tokens to name at every place
+    (static). No cache; differentiable in `params` when they are plain floats. The
     values are the sampler's in every bit, whatever the batch, the padding and the prefill, decode
     and draft schedule.
     """
@@ -148,18 +153,18 @@ def score(
     each = None
     if sampling is not None:
         each = jax.tree.map(lambda x: jnp.repeat(jnp.asarray(x), s, axis=0), sampling)
-    seen = _judge_rows(params, hidden.output, following, each, numerics)
-    raw, processed, kept = (x.reshape(b, s)[:, :-1] for x in seen)
+    seen = _judge_rows(params, hidden.output, following, each, numerics, top)
+    raw, processed, kept, ids, best = (x.reshape(b, s, *x.shape[1:])[:, :-1] for x in seen)
     routed = hidden.routed.reshape(-1, b, s, hidden.routed.shape[-1])
-    return Scores(raw, processed, kept, routed)
+    return Scores(raw, processed, kept, routed, ids, best)
 
 
 def _judge_rows(
     params: Any, output: jax.Array, tokens: jax.Array, sampling: Sampling | None,
-    numerics: Numerics,
-) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
-    """(raw, processed, kept mass) of one token per row, in blocks of rows so that few logits exist
-    at once.
+    numerics: Numerics, top: int,
+) -> tuple[jax.Array, ...]:  # fmt: skip
+    """(raw, processed, kept mass) of one token per row and (ids, raw) of the `top` most probable,
+    in blocks of rows so that few logits exist at once.
     """
     count = output.shape[0]
     block = min(SCORE_ROWS, count)
@@ -169,15 +174,17 @@ def _judge_rows(
     def one(part):
         x, token, sampling = part
         logits = head.logits(params, x, numerics)
+        best = samplers.top_logprobs(logits, top)
         if sampling is None:
             raw = samplers.logprob(logits, token)
-            return raw, raw, jnp.ones_like(raw)
+            return raw, raw, jnp.ones_like(raw), *best
         seen = samplers.judge(logits, token, sampling)
-        return seen.logprob_raw, seen.logprob_processed, seen.kept_mass
+        return seen.logprob_raw, seen.logprob_processed, seen.kept_mass, *best
 
     def blocks(x):
         padded = jnp.pad(x, [(0, pad)] + [(0, 0)] * (x.ndim - 1))
         return padded.reshape(-1, block, *x.shape[1:])
 
     parts = jax.tree.map(blocks, (output, tokens, sampling))
-    return jax.tree.map(lambda x: x.reshape(-1)[:count], lax.map(one, parts))
+    # No -1: where nothing was asked for, K is 0.
+    return jax.tree.map(lambda x: x.reshape(count + pad, *x.shape[2:])[:count], lax.map(one, parts))

@@ -191,3 +191,14 @@ def test_the_shipped_model_does_not_see_its_neighbours():
     assert [r.logprobs for r in both] == [r.logprobs for r in again]
     assert both[0].tokens == alone[0].tokens
     assert both[0].logprobs == alone[0].logprobs
+
+
+def test_scores_are_the_samplers_bits_with_the_best_tokens_beside():
+    """`LLM` compares the two itself and raises where one bit differs."""
+    llm = deepinfer_jax.LLM("spark-tiny")
+    params = deepinfer_jax.SamplingParams(n=2, max_tokens=24, top_logprobs=5, temperature=0)
+    (output,) = llm.generate(["Once upon a time"], params)
+    for one in output.outputs:
+        assert [next(iter(top.items())) for top in one.top_logprobs] == list(
+            zip(one.token_ids, one.logprobs, strict=True)
+        )

@@ -24,7 +24,8 @@ B, S, NEW = 8, 13, 6
 LENGTHS = np.array([13, 5, 9, 1, 13, 12, 2, 7], np.int32)
 NUMERICS = Numerics.fp32_kvq()  # float32 shows what bfloat16 may round away
 MORE = [pytest.param(*sizes, marks=pytest.mark.exhaustive) for sizes in ((1, 2), (1, 8), (4, 2))]
-NUMBERS = ("raw", "processed", "kept_mass")
+NUMBERS = ("raw", "processed", "kept_mass", "top_ids", "top_logprobs")
+TOP = 3
 SAMPLING = sampling.make_sampling(B, [1.0, 20.0] * 4, [1.0, 1.0, 0.7, 0.9] * 2, seeds=range(B))
 
 
@@ -53,11 +54,11 @@ def same(got: dict[str, np.ndarray], want: dict[str, np.ndarray]) -> None:
 
 @functools.cache
 def alone() -> steps.Scores:
-    score = jax.jit(steps.score, static_argnames=("cfg", "numerics"))
-    return score(*model(), tokens(), LENGTHS, CFG, NUMERICS, sampling=SAMPLING)
+    score = jax.jit(steps.score, static_argnames=("cfg", "numerics", "top"))
+    return score(*model(), tokens(), LENGTHS, CFG, NUMERICS, sampling=SAMPLING, top=TOP)
 
 
-_score = jax.jit(parallel.score, static_argnames=("cfg", "numerics", "mesh"))
+_score = jax.jit(parallel.score, static_argnames=("cfg", "numerics", "mesh", "top"))
 
 
 @pytest.mark.slow
@@ -66,7 +67,7 @@ def test_scores_over_a_mesh_are_those_of_one_device(data, expert):
     params, table = model()
     mesh = parallel.data_expert_mesh(data, expert, CFG, jax.devices()[: data * expert])
     placed = parallel.place(params, mesh)
-    got = _score(placed, table, tokens(), LENGTHS, CFG, NUMERICS, mesh, sampling=SAMPLING)
+    got = _score(placed, table, tokens(), LENGTHS, CFG, NUMERICS, mesh, sampling=SAMPLING, top=TOP)
     same(known(got), known(alone()))
 
 

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 
 import deepinfer_jax
-from deepinfer_jax.cli import checking, evaluating, generating, information, profiling
+from deepinfer_jax.cli import checking, evaluating, generating, information, profiling, variables
 from deepinfer_jax.cli.refusal import Failed, Refused
 
 FAILED, REFUSED, INTERRUPTED, BROKEN_PIPE = 1, 2, 130, 141
@@ -68,4 +68,5 @@ def _parser() -> argparse.ArgumentParser:
     information.add_command(commands)
     checking.add_command(commands)
     profiling.add_command(commands)
+    variables.add_command(commands)
     return parser

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from deepinfer_jax import cache as caches
-from deepinfer_jax import generation, loading, sampling, steps
+from deepinfer_jax import generation, loading, sampling, scoring
 from deepinfer_jax import rows as row_sets
 from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.loading import Model
@@ -70,35 +70,18 @@ def is_right(reply: Reply) -> bool:
 
 # -- bits per byte ---------------------------------------------------------------------------------
 
-_score = jax.jit(steps.score, static_argnames=("cfg", "numerics"))
-
 
 def bits_per_byte(model: Model, examples: Sequence[corpus.Example]) -> float:
     """Bits that the model needs for the completions, end token included, per byte of their text."""
     tokenizer = dataset.load_tokenizer()
     parts = [corpus.render(example, tokenizer) for example in examples]
     parts = [(prompt, answer) for prompt, answer in parts if len(prompt) + len(answer) <= SPAN]
+    scored = scoring.score_sequences(model, [prompt + answer for prompt, answer in parts])
     nats, size = 0.0, 0
-    for start in range(0, len(parts), TOGETHER):
-        group = parts[start : start + TOGETHER]
-        tokens, lengths = _padded([prompt + answer for prompt, answer in group])
-        logprobs = np.asarray(
-            _score(model.params, model.tables, tokens, lengths, model.cfg, model.numerics).raw
-        )
-        for row, (prompt, answer) in zip(logprobs, group, strict=False):
-            first = len(prompt) - 1
-            nats -= float(row[first : first + len(answer)].astype(np.float64).sum())
-            size += len(tokenizer.decode(answer, skip_special_tokens=True).encode())
+    for row, (prompt, answer) in zip(scored, parts, strict=True):
+        nats -= float(row.logprobs[len(prompt) - 1 :].astype(np.float64).sum())
+        size += len(tokenizer.decode(answer, skip_special_tokens=True).encode())
     return nats / math.log(2) / size
-
-
-def _padded(sequences: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:
-    tokens = np.full((TOGETHER, SPAN), dataset.PAD, np.int32)
-    lengths = np.zeros(TOGETHER, np.int32)
-    for i, ids in enumerate(sequences):
-        tokens[i, : len(ids)] = ids
-        lengths[i] = len(ids)
-    return tokens, lengths
 
 
 # -- drafts ----------------------------------------------------------------------------------------
@@ -167,7 +150,7 @@ def drafted(
     """
     for start in range(0, len(made), TOGETHER):
         group = made[start : start + TOGETHER]
-        tokens, lengths = _padded([r.prompt + r.reply for r in group])
+        tokens, lengths = scoring.padded([r.prompt + r.reply for r in group], TOGETHER, SPAN)
         seeds = [r.seed for r in group] + [0] * (TOGETHER - len(group))
         options = jax.device_put(sampling.make_sampling(TOGETHER, temperature, seeds=seeds))
         found = drafts_everywhere(

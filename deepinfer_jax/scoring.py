@@ -1,0 +1,140 @@
+"""Log-probabilities of finished sequences: lists of token ids in, numbers out.
+
+`steps.score` in padded batches. What sampling has no need of (the prompt's log-probabilities, the
+most probable tokens, the experts of every token) is computed here afterwards: the pass gives the
+sampler's numbers in every bit, so nothing has to be kept while sampling.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from deepinfer_jax import steps
+from deepinfer_jax.loading import Model
+
+ROWS = 1024  # tokens of one call, padding included, unless one sequence is longer
+SHORTEST = 64  # width of the narrowest call; wider ones double it
+
+score_program = jax.jit(steps.score, static_argnames=("cfg", "numerics", "remat", "top"))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Scored:
+    """What the model says of one sequence of S tokens; arrays of NumPy.
+
+    Attributes:
+      logprobs: [S-1] float32, of token i+1 given tokens 0..i, at temperature 1 without truncation:
+        `Result.logprobs` in every bit where the token is one of a reply.
+      top_ids, top_logprobs: [S-1, K] int32 and float32, the most probable tokens at that place;
+        value descending, lower id among equals.
+      routed: [S, L, k] int32, experts of every token in every layer, best first; None unless asked.
+    """
+
+    logprobs: np.ndarray
+    top_ids: np.ndarray
+    top_logprobs: np.ndarray
+    routed: np.ndarray | None = None
+
+
+def score_sequences(
+    model: Model, sequences: Sequence[Sequence[int]], *, top: int = 0, routed: bool = False
+) -> list[Scored]:
+    """What the model says of each of `sequences` (token ids), in order.
+
+    They are scored in batches of one width each, a doubling of `SHORTEST`, so that few programs
+    are compiled. What stands beside a sequence changes no bit of it.
+
+    Args:
+      top: how many of the most probable tokens to name at every place.
+      routed: also give the experts of every token.
+
+    Raises TypeError or ValueError for a sequence that the model cannot run, or a `top` beyond the
+    vocabulary, before anything is compiled.
+    """
+    _check(model, sequences, top)
+    found: dict[int, Scored] = {}
+    for width, numbers in _batches([len(tokens) for tokens in sequences], model.max_length):
+        batch = [sequences[number] for number in numbers if number >= 0]
+        tokens, lengths = padded(batch, len(numbers), width)
+        scores = score_program(
+            model.params, model.tables, tokens, lengths, model.cfg, model.numerics,
+            top=_top_bucket(top, model.cfg.vocab_size),
+        )  # fmt: skip
+        wanted: Any = (scores.raw, scores.top_ids[..., :top], scores.top_logprobs[..., :top])
+        host = jax.device_get((*wanted, scores.routed) if routed else wanted)
+        for row, number in enumerate(numbers[: len(batch)]):
+            found[number] = _of_row(host, row, len(batch[row]))
+    return [found[number] for number in range(len(sequences))]
+
+
+def _of_row(host: Sequence[np.ndarray], row: int, length: int) -> Scored:
+    raw, ids, best = (values[row, : length - 1] for values in host[:3])
+    experts = np.moveaxis(host[3][:, row, :length], 0, 1) if len(host) > 3 else None
+    return Scored(raw, ids, best, experts)
+
+
+def padded(
+    sequences: Sequence[Sequence[int]], batch: int, width: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """tokens [batch, width] int32 and lengths [batch]: the sequences, right-padded with zeros.
+
+    Rows beyond the sequences are single tokens.
+    """
+    tokens, lengths = np.zeros((batch, width), np.int32), np.ones(batch, np.int32)
+    for row, ids in enumerate(sequences):
+        tokens[row, : len(ids)] = ids
+        lengths[row] = len(ids)
+    return tokens, lengths
+
+
+def _batches(lengths: Sequence[int], longest: int) -> Iterator[tuple[int, list[int]]]:
+    """(width, numbers of the sequences of a call), the numbers filled up with -1.
+
+    A call has one sequence where there is only one of its width, else as many as `ROWS` tokens
+    allow: two programs of a width at most.
+    """
+    by_width: dict[int, list[int]] = {}
+    for number, length in enumerate(lengths):
+        width = min(max(_power_of_two(length), SHORTEST), longest)
+        by_width.setdefault(width, []).append(number)
+    for width, numbers in sorted(by_width.items()):
+        size = max(1, ROWS // width) if len(numbers) > 1 else 1
+        for start in range(0, len(numbers), size):
+            part = numbers[start : start + size]
+            yield width, part + [-1] * (size - len(part))
+
+
+def _top_bucket(top: int, vocabulary: int) -> int:
+    """How many are computed where `top` are wanted: a power of 8, so that programs are shared."""
+    size = 8 if top else 0
+    while size < top:
+        size *= 8
+    return min(size, vocabulary)
+
+
+def _power_of_two(count: int) -> int:
+    return 1 << (count - 1).bit_length()
+
+
+def _check(model: Model, sequences: Sequence[Sequence[int]], top: int) -> None:
+    vocabulary = model.cfg.vocab_size
+    if isinstance(top, bool) or not isinstance(top, int):
+        raise TypeError(f"top must be an integer, got {top!r}")
+    if not 0 <= top <= vocabulary:
+        raise ValueError(f"top must lie in 0..{vocabulary}, the vocabulary, got {top}")
+    for number, tokens in enumerate(sequences):
+        ids = np.asarray(tokens)
+        if ids.ndim != 1 or not ids.size or ids.dtype.kind not in "iu":
+            raise TypeError(f"sequences[{number}] must be a non-empty list of token ids")
+        if ids.size > model.max_length:
+            raise ValueError(
+                f"sequences[{number}] has {ids.size} tokens, the model is loaded for "
+                f"max_length={model.max_length}; cut it or load the model with more"
+            )
+        if ids.min() < 0 or ids.max() >= vocabulary:
+            raise ValueError(f"sequences[{number}] has ids outside of 0..{vocabulary - 1}")
