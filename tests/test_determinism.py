@@ -145,6 +145,7 @@ def test_nothing_compared_is_never_called_equal(found, capsys):
 
 INTERRUPTED = """
 import os, signal, sys, time, types
+signal.signal(signal.SIGINT, signal.default_int_handler)  # also where it is ignored
 from deepinfer_jax import cli
 from deepinfer_jax.cli import checking
 from deepinfer_jax.determinism import checks

@@ -68,6 +68,7 @@ def spoiled(paging=None):
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 @given(
     order=st.permutations(range(PAGING.count)),
     lengths=st.tuples(*[st.integers(9, CAPACITY)] * SLOTS),

@@ -34,7 +34,7 @@ def _both(weights, tables, tokens, positions):
     cache = serving.store_context(weights, tables, hidden, cache, CONFIG, plain)
     slots = jnp.repeat(jnp.arange(batch_size, dtype=jnp.int32), count)
 
-    def forced(_, index):
+    def forced(_, index, before):
         return tokens[slots, jnp.minimum(index, LENGTH - 1)]
 
     place = positions.reshape(-1)
