@@ -55,7 +55,7 @@ def neighbour(tokens):
     return {"tokens": [(7 * i) % 2048 for i in range(tokens)], "max_tokens": 9, "id": "neighbour"}
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_replies_do_not_depend_on_batch_order_or_padding():
     """Five slots instead of one, another order, twice the capacity, larger prefill calls."""
     prompts = [*real_prompts(), neighbour(600)]

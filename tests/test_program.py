@@ -85,8 +85,8 @@ def size_of(tree: Any) -> int:
     return sum(math.prod(a.shape) * a.dtype.itemsize for a in jax.tree.leaves(tree))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("capacity", [pytest.param(4096, marks=pytest.mark.exhaustive), LONG])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("capacity", [4096, LONG])
 def test_compiles_quickly_into_little_memory(capacity):
     """Processor seconds of both cores, so that a busy machine does not fail the test."""
     made, cache, spent = lowered(released(), capacity)

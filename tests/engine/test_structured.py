@@ -96,7 +96,7 @@ def test_neither_drafts_nor_order_change_a_bit_under_a_grammar():
     assert errors.keys() == {3}
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_reply_without_grammar_does_not_notice_those_with():
     alone, _ = answered([1, 4, 7], planning.Fixed(2))
     assert {n: plain()[0][n] for n in (1, 4, 7)} == alone

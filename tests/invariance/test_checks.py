@@ -7,8 +7,9 @@ import pytest
 from deepinfer_jax import determinism
 from tests.invariance import setups
 
-# The default run is in bfloat16 and leaves these out: they share no program with another test, or
-# vary what test_schedules draws at random. The exhaustive run has them and everything in float32.
+# The default run is in bfloat16 and leaves these out: they share no program with another test, vary
+# what test_schedules draws at random, or ask what the tests of rl and LLM ask (scores). The
+# exhaustive run has them and everything in float32.
 ALONE = {
     "batch",
     "chunks",
@@ -19,7 +20,9 @@ ALONE = {
     "gradient",
     "padding",
     "remat",
+    "repetition",
     "scan",
+    "score",
     "speculation",
 }
 
