@@ -71,6 +71,7 @@ def check_state(dtype: str, cache, slot: int, number: int, want=None) -> None:
     assert not equality.different(got, feeding.visible(m, want, number, length, floor))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_mask_equals_compact(dtype):
     (masked, _), (compact, cache) = whole(dtype, MASK), whole(dtype, COMPACT)
