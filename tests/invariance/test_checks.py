@@ -8,8 +8,8 @@ from deepinfer_jax import determinism
 from tests.invariance import setups
 
 # The default run is in bfloat16 and leaves these out: they share no program with another test, vary
-# what test_schedules draws at random (neighbours, too), or ask what the tests of rl and LLM ask (scores). The
-# exhaustive run has them and everything in float32.
+# what test_schedules draws at random (neighbours, too), or ask what the tests of rl and LLM ask
+# (scores). The exhaustive run has them and everything in float32.
 ALONE = {
     "batch",
     "chunks",
