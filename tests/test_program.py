@@ -72,7 +72,7 @@ def lowered(cfg: ModelConfig, capacity: int) -> tuple[Any, Cache, float]:
     return made, cache, time.process_time() - start
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_program_size_follows_roles():
     cfg = released()
     assert [u.repeat for u in program(cfg)] == [1, 2, 1, 1, 3, 1]
