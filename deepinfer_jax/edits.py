@@ -103,11 +103,7 @@ def make_edits(
     added = np.zeros(vocab, np.float32)
     for token, value in (bias or {}).items():
         added[token] = value
-    if allowed is not None:
-        others = np.ones(vocab, bool)
-        others[list(allowed)] = False
-        added[others] = -np.inf
-    added[list(banned)] = -np.inf
+    added[~sayable(vocab, allowed, banned)] = -np.inf
     seen = np.zeros(vocab, bool)
     seen[list(prompt)] = True
     counts = np.bincount(np.array(reply, np.int64), minlength=vocab)
@@ -124,6 +120,16 @@ def make_edits(
         forced=np.array([forced], np.int32).reshape(1, -1),
         start=np.array([len(prompt)], np.int32),
     )
+
+
+def sayable(
+    vocab: int, allowed: Collection[int] | None = None, banned: Collection[int] = ()
+) -> np.ndarray:
+    """[V] bool, on the host: what may be said at all; `allowed` None is all."""
+    may = np.full(vocab, allowed is None)
+    may[list(allowed or ())] = True
+    may[list(banned)] = False
+    return may
 
 
 def place(edits: Edits, slot: jax.Array, one: Edits) -> Edits:

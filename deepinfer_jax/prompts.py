@@ -111,9 +111,9 @@ def _request(prompt: Any, index: int, options: Options, tokenizer: Tokenizer) ->
     if len(forms) != 1:
         found = f"both {forms[0]!r} and {forms[1]!r}" if forms else "none of them"
         raise ValueError(f"give exactly one of 'prompt', 'messages' and 'tokens', got {found}")
-    name = given.get("id", index)
-    if isinstance(name, bool) or not isinstance(name, str | int):
-        raise TypeError(f"id must be a string or an integer, got {reprlib.repr(name)}")
+    name = prompt_name(prompt, index)
+    if name is None:
+        raise TypeError(f"id must be a string or an integer, got {reprlib.repr(given['id'])}")
     overrides = {key: given[key] for key in _OPTIONS if key in given}
     own = dataclasses.replace(options, **overrides)
     seed = own.seed if "seed" in given else request_seed(own.seed, name)

@@ -40,6 +40,11 @@ class Rows:
         return self.slots >= 0
 
 
+def power_of_two(count: int) -> int:
+    """The smallest power of two that is at least `count`: sizes of calls are few."""
+    return 1 << (count - 1).bit_length()
+
+
 def text_rows(tokens: jax.Array, slots: jax.Array, positions: jax.Array) -> Rows:
     """Rows without images."""
     tokens = jnp.asarray(tokens, jnp.int32)

@@ -212,8 +212,10 @@ def top_logprobs(logits: Array, count: int) -> tuple[jax.Array, jax.Array]:
         nothing = (*logits.shape[:-1], 0)
         return jnp.zeros(nothing, jnp.int32), jnp.zeros(nothing, jnp.float32)
     logits = jnp.asarray(logits).astype(jnp.float32)
-    values, ids = numerics.top_k(logits - numerics.logsumexp(logits)[..., None], count)
-    return ids.astype(jnp.int32), values
+    norm = numerics.logsumexp(logits)
+    _, ids = numerics.top_k(logits - norm[..., None], count)
+    each = jax.vmap(logprob, in_axes=(None, -1, None), out_axes=-1)
+    return ids.astype(jnp.int32), each(logits, ids, norm)
 
 
 @jax.named_scope("transform")

@@ -16,6 +16,7 @@ import numpy as np
 
 from deepinfer_jax import steps
 from deepinfer_jax.loading import Model
+from deepinfer_jax.rows import power_of_two
 
 ROWS = 1024  # tokens of one call, padding included, unless one sequence is longer
 SHORTEST = 64  # width of the narrowest call; wider ones double it
@@ -100,7 +101,7 @@ def _batches(lengths: Sequence[int], longest: int) -> Iterator[tuple[int, list[i
     """
     by_width: dict[int, list[int]] = {}
     for number, length in enumerate(lengths):
-        width = min(max(_power_of_two(length), SHORTEST), longest)
+        width = min(max(power_of_two(length), SHORTEST), longest)
         by_width.setdefault(width, []).append(number)
     for width, numbers in sorted(by_width.items()):
         size = max(1, ROWS // width) if len(numbers) > 1 else 1
@@ -115,10 +116,6 @@ def _top_bucket(top: int, vocabulary: int) -> int:
     while size < top:
         size *= 8
     return min(size, vocabulary)
-
-
-def _power_of_two(count: int) -> int:
-    return 1 << (count - 1).bit_length()
 
 
 def _check(model: Model, sequences: Sequence[Sequence[int]], top: int) -> None:

@@ -3,6 +3,7 @@
 import collections
 import json
 import shutil
+import signal
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -108,3 +109,11 @@ def golden_root(pytestconfig: pytest.Config) -> Path:
     if not folder.is_dir():
         raise pytest.UsageError(f"--golden-dir {given}: no such folder")
     return folder
+
+
+@pytest.fixture
+def usual_signal():
+    """Ctrl-C as a terminal's process hears it: in the background it may be ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)

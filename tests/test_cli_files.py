@@ -320,14 +320,6 @@ def test_files_must_differ(engines, prompts, tmp_path, capsys):
 # -- Ctrl-C ----------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def usual_signal():
-    """The signal as a terminal's process has it: in the background it may be ignored."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
 @pytest.mark.usefixtures("usual_signal")
 @pytest.mark.parametrize("times", [1, 2])
 @pytest.mark.parametrize("order", [[], ["--in-order"]])

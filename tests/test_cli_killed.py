@@ -51,14 +51,6 @@ def at_work(process: subprocess.Popen, out: Path, before: int):
         yield
 
 
-@pytest.fixture
-def usual_signal():
-    """What is ignored here, as in the background, would be ignored by the processes."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
 @pytest.mark.usefixtures("usual_signal")
 @pytest.mark.slow
 @pytest.mark.exhaustive  # six processes that import, load and look programs up

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from deepinfer_jax.cache import Paging
 from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.requests import Request
+from deepinfer_jax.rows import power_of_two
 
 DEFAULT_SLOTS = 8
 PREFILL_ROWS = (32, 256)  # rows of a call that runs prompts
@@ -79,9 +80,9 @@ def grown(sizes: Sizes, requests: Iterable[Request]) -> Sizes:
     stop_ids, edits, forced = sizes.stop_ids, sizes.edits, sizes.forced
     for request in requests:
         golden = len(request.options.golden_token_ids)
-        stop_ids = max(stop_ids, _power_of_two(_ends(request)))
+        stop_ids = max(stop_ids, power_of_two(_ends(request)))
         edits = edits or request.options.edits
-        forced = max(forced, _power_of_two(golden) if golden else 0)
+        forced = max(forced, power_of_two(golden) if golden else 0)
     return dataclasses.replace(sizes, stop_ids=stop_ids, edits=edits, forced=forced)
 
 
@@ -91,13 +92,13 @@ def slots_for(count: int, batch_size: int | None) -> int:
         raise TypeError(f"batch_size must be an integer, got {batch_size!r}")
     if batch_size is not None and batch_size < 1:
         raise ValueError(f"batch_size must be at least 1, got {batch_size}")
-    return min(_power_of_two(count), DEFAULT_SLOTS if batch_size is None else batch_size)
+    return min(power_of_two(count), DEFAULT_SLOTS if batch_size is None else batch_size)
 
 
 def capacity_for(requests: Sequence[Request], max_length: int) -> int:
     """Tokens a slot must hold: a doubling of SHORTEST_CAPACITY, at most `max_length`."""
     longest = max(len(r.tokens) + r.options.max_tokens for r in requests)
-    return min(max(_power_of_two(longest), SHORTEST_CAPACITY), max_length)
+    return min(max(power_of_two(longest), SHORTEST_CAPACITY), max_length)
 
 
 def prefill_rows(waiting: int) -> int:
@@ -111,7 +112,3 @@ def prefill_rows(waiting: int) -> int:
 
 def _ends(request: Request) -> int:
     return 1 + len(request.options.stop_token_ids)
-
-
-def _power_of_two(count: int) -> int:
-    return 1 << (count - 1).bit_length()

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from deepinfer_jax import edits as editing
 from deepinfer_jax import grammar
 from deepinfer_jax.engine.seats import Work
 from deepinfer_jax.grammar import Compiler, GrammarError, Masks, State, Ticket
@@ -90,15 +91,11 @@ class Structured:
         found, cfg, options = grammar.masks(state, drafts), self._model.cfg, work.request.options
         if found.failure is not None or not options.edits:
             return found
-        sayable = np.ones(cfg.vocab_size, bool)
-        if options.allowed_token_ids is not None:
-            sayable[:] = False
-            sayable[list(options.allowed_token_ids)] = True
-        sayable[list(options.banned_token_ids)] = False
+        may = editing.sayable(cfg.vocab_size, options.allowed_token_ids, options.banned_token_ids)
         count = len(work.transcript.tokens)
         if count < options.min_tokens:
-            sayable[list(options.ends(cfg.eos_token_id))] = False
-        if (found.rows[0] & grammar.pack(sayable)).any():
+            may[list(options.ends(cfg.eos_token_id))] = False
+        if (found.rows[0] & grammar.pack(may)).any():
             return found
         return found._replace(failure=GrammarError(
             "unsatisfiable",

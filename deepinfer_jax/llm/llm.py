@@ -210,7 +210,7 @@ class LLM:
             )
         room = 1
         if params.max_tokens is None:
-            (measured,) = self._requests({**prompt, "max_tokens": 1}, chat, place)
+            measured = self._request({**prompt, "max_tokens": 1}, chat, place)
             room = max(1, self.model.max_length - len(measured.tokens))
         try:
             own = params.options(room)
@@ -218,7 +218,7 @@ class LLM:
             raise ValueError(f"{place}: {error}") from None
         own = dataclasses.replace(own, thinking=chat.thinking, effort=chat.effort)
         seed = secrets.randbits(64) if params.seed is None else params.seed
-        (first,) = self._requests({**prompt, "id": name, "seed": seed}, own, place)
+        first = self._request({**prompt, "id": name, "seed": seed}, own, place)
         samples = tuple(
             first if k == 0 else
             dataclasses.replace(first, id=f"{name}/{k}", seed=sample_seed(seed, k))
@@ -228,10 +228,10 @@ class LLM:
             text = self.tokenizer.decode(first.tokens)
         return Asked(text, params, samples)
 
-    def _requests(self, prompt: Mapping[str, Any], options: Options, place: str) -> list[Request]:
+    def _request(self, prompt: Mapping[str, Any], options: Options, place: str) -> Request:
         model = self.model
-        return prompts.make_requests(
-            [prompt], options, model.tokenizer, model.cfg, model.max_length, [place]
+        return prompts.make_request(
+            prompt, 0, options, model.tokenizer, model.cfg, model.max_length, place
         )
 
     def _results(

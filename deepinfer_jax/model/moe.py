@@ -102,17 +102,18 @@ def _outputs(
     groups = nx.group_rows(experts.reshape(-1), stacks["w1"], numerics)
     x = nx.prepared(x, numerics, cfg.quantized)  # once, not for every copy
     rows = nx.spread(groups, x, copies=k), nx.spread(groups, weights.reshape(-1))
-    expert = functools.partial(_expert, limit=cfg.swiglu_limit, numerics=numerics)
-    y = nx.map_groups(expert, rows, stacks, layer, groups, numerics, cfg.quantized)
+    expert = functools.partial(_expert, cfg=cfg, numerics=numerics)
+    y = nx.map_groups(expert, rows, stacks, layer, groups, numerics)
     return nx.collect(groups, y).reshape(t, k, -1)
 
 
-def _expert(linear: Any, rows: Any, stacks: Any, limit: float, numerics: Numerics) -> jax.Array:
+def _expert(linear: Any, rows: Any, stacks: Any, cfg: ModelConfig, numerics: Numerics) -> jax.Array:
     """The chosen expert on each of the rows (prepared x [M, D], weight [M])."""
     x, weight = rows
-    gate, up = linear(x, stacks["w1"], True), linear(x, stacks["w3"], True)
-    hidden = nx.round_to(weight[:, None] * _activate(up, gate, limit), numerics.dtype)
-    return linear(hidden, stacks["w2"], False)
+    gate, up = linear(x, stacks["w1"]), linear(x, stacks["w3"])
+    hidden = weight[:, None] * _activate(up, gate, cfg.swiglu_limit)
+    hidden = nx.prepared(nx.round_to(hidden, numerics.dtype), numerics, cfg.quantized)
+    return linear(hidden, stacks["w2"])
 
 
 def _all_experts(

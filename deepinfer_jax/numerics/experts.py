@@ -91,48 +91,46 @@ def grouped_linear(
 
     Tiles without rows come out undefined; `collect` takes nothing from them.
     """
-    if numerics.rows == "tiled":
-        return map_groups(_linear_alone, x, weight, layer, groups, numerics, quantized)
     x = prepared(x, numerics, quantized)
+    if numerics.rows == "tiled":
+        return map_groups(_linear_alone, x, weight, layer, groups, numerics)
     return cast(jax.Array, _grouped(x, weight, jnp.asarray(layer, jnp.int32), groups, numerics))
 
 
 def _linear_alone(linear, x, weight):
-    return linear(x, weight, False)
+    return linear(x, weight)
 
 
 def map_groups(
-    f: Callable, rows: Any, stacks: Any, layer: Any, groups: Groups, numerics: Numerics,
-    quantized: bool = False,
-) -> jax.Array:  # fmt: skip
+    f: Callable, rows: Any, stacks: Any, layer: Any, groups: Groups, numerics: Numerics
+) -> jax.Array:
     """f(linear, rows, stacks) of padded rows, a tree of [tiles * tile, ...] -> [tiles * tile, ...].
 
-    linear(x, weight, ready) is `grouped_linear` with weight[layer, expert] of each row, where
-    `ready` says that x is `prepared` already; f may call it several times and sees no other row.
-    On a CPU one loop runs all of f on tile after tile, which keeps a tile's intermediate values in
-    its cache. f is static: a function without arrays in it.
+    linear(x, weight) is `grouped_linear` of `prepared` x with weight[layer, expert] of each row; f
+    may call it several times and sees no other row. On a CPU one loop runs all of f on tile after
+    tile, which keeps a tile's intermediate values in its cache. f is static: a function without
+    arrays in it.
     Tiles without rows come out undefined; `collect` takes nothing from them.
     """
     layer = jnp.asarray(layer, jnp.int32)
     if numerics.rows == "tiled":
-        return cast(jax.Array, _tile_by_tile(f, rows, stacks, layer, groups, numerics, quantized))
-    return _all_tiles(f, rows, stacks, layer, groups, numerics, quantized)
+        return cast(jax.Array, _tile_by_tile(f, rows, stacks, layer, groups, numerics))
+    return _all_tiles(f, rows, stacks, layer, groups, numerics)
 
 
-def _all_tiles(f, rows, stacks, layer, groups, numerics, quantized):
-    def linear(x, weight, ready):
-        return grouped_linear(x, weight, layer, groups, numerics, quantized and not ready)
+def _all_tiles(f, rows, stacks, layer, groups, numerics):
+    def linear(x, weight):
+        return grouped_linear(x, weight, layer, groups, numerics)
 
     return f(linear, rows, stacks)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 5, 6))
-def _tile_by_tile(f, rows, stacks, layer, groups, numerics, quantized):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 5))
+def _tile_by_tile(f, rows, stacks, layer, groups, numerics):
     parts = jax.tree.map(lambda a: a.reshape(-1, groups.tile, *a.shape[1:]), rows)
 
     def one(t):
-        def linear(x, weight, ready):
-            x = prepared(x, numerics, quantized and not ready)
+        def linear(x, weight):
             return _of_tile(x, groups.expert[t], weight, layer, numerics)
 
         return f(linear, jax.tree.map(lambda a: a[t], parts), stacks)
@@ -143,17 +141,17 @@ def _tile_by_tile(f, rows, stacks, layer, groups, numerics, quantized):
     return y.reshape(-1, *out.shape[1:])
 
 
-def _tile_by_tile_forward(f, rows, stacks, layer, groups, numerics, quantized):
-    y = _tile_by_tile(f, rows, stacks, layer, groups, numerics, quantized)
+def _tile_by_tile_forward(f, rows, stacks, layer, groups, numerics):
+    y = _tile_by_tile(f, rows, stacks, layer, groups, numerics)
     return y, (rows, stacks, layer, groups)
 
 
-def _tile_by_tile_backward(f, numerics, quantized, saved, g):
+def _tile_by_tile_backward(f, numerics, saved, g):
     rows, stacks, layer, groups = saved
     ordinary = dataclasses.replace(numerics, rows="batched")
 
     def run(rows, stacks):
-        return _all_tiles(f, rows, stacks, layer, groups, ordinary, quantized)
+        return _all_tiles(f, rows, stacks, layer, groups, ordinary)
 
     _, pull = jax.vjp(run, rows, stacks)
     return *pull(g), None, None

@@ -158,12 +158,7 @@ def test_a_failing_prompt_fails_alone(monkeypatch):
     running = Engine(tiny_model.model(), SIZES, order=FirstCome())
     for request in requests()[:6]:
         running.submit(request)
-    found, errors = {}, {}
-    for update in running.updates():
-        if update.result:
-            found[update.index] = update.result
-        if update.error:
-            errors[update.index] = update.error
+    found, errors = heard(running)
     assert 3 in errors
     assert "request '3'" in str(errors[3])
     assert found.keys() | errors.keys() == set(range(6))
@@ -252,6 +247,20 @@ def test_drained_requests_are_those_that_have_begun():
     assert (after.done, after.waiting, after.running) == (len(found), 0, 0)
 
 
+def foreseen(monkeypatch, running) -> set[str]:
+    """The names of the programs that are called; a call that was not compiled ahead is an error."""
+    ask, called = running._watch.ask, set()
+
+    def asking(program, *args, **more):
+        name = watch.name_of(program)
+        assert watch.signature(program, args, more) in running._watch._known[name]
+        called.add(name)
+        return ask(program, *args, **more)
+
+    monkeypatch.setattr(running._watch, "ask", asking)
+    return called
+
+
 @pytest.mark.slow
 def test_after_warming_up_a_run_calls_what_was_foreseen(monkeypatch):
     """Preemption, beginnings in common and mixed steps: every call is one of those compiled ahead.
@@ -267,15 +276,7 @@ def test_after_warming_up_a_run_calls_what_was_foreseen(monkeypatch):
     running.warm_up(told.append)
     before = running.statistics()
     assert (before.tokens, before.seconds, before.waiting) == (0, 0, COUNT)
-    ask, called = running._watch.ask, set()
-
-    def asking(program, *args, **more):
-        name = watch.name_of(program)
-        assert watch.signature(program, args, more) in running._watch._known[name]
-        called.add(name)
-        return ask(program, *args, **more)
-
-    monkeypatch.setattr(running._watch, "ask", asking)
+    called = foreseen(monkeypatch, running)
     found, errors = heard(running)
     assert not errors
     assert [found[n] for n in range(COUNT)] == alone()

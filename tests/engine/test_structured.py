@@ -14,11 +14,12 @@ import pytest
 
 import deepinfer_jax as di
 from deepinfer_jax import engine, planning
-from deepinfer_jax.engine import Engine, Sizes, structured, warming, watch
+from deepinfer_jax.engine import Engine, Sizes, structured, warming
 from deepinfer_jax.grammar import Compiler, GrammarError, GrammarSettings, compiler
 from deepinfer_jax.prompts import make_requests
 from deepinfer_jax.requests import Options
 from tests import tiny_model
+from tests.engine import test_engine
 
 SIZES = Sizes(  # as in test_engine
     slots=3, capacity=96, pages=6, page_tokens=16, snapshots=2, edits=True, forced=4
@@ -188,19 +189,11 @@ def test_programs_under_grammars_are_foreseen(monkeypatch):
     monkeypatch.setattr(warming, "PREFILL_ROWS", (32,))
     monkeypatch.setattr(engine.engine, "prefill_rows", lambda waiting: 32)
     plain()
-    running, called = Engine(tiny_model.model(), SIZES, policy=planning.Fixed(2)), set()
+    running = Engine(tiny_model.model(), SIZES, policy=planning.Fixed(2))
     for request in requests():
         running.submit(request)
     running.warm_up()
-    ask = running._watch.ask
-
-    def asking(program, *args, **more):
-        name = watch.name_of(program)
-        assert watch.signature(program, args, more) in running._watch._known[name]
-        called.add(name)
-        return ask(program, *args, **more)
-
-    monkeypatch.setattr(running._watch, "ask", asking)
+    called = test_engine.foreseen(monkeypatch, running)
     assert len([update for update in running.updates() if update.result]) == 8
     assert called == running._watch._known.keys()
     assert running.statistics().verified > 0
