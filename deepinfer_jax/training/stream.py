@@ -13,6 +13,7 @@ import numpy as np
 from deepinfer_jax.training import dataset
 
 PART_TOKENS = 1 << 25  # tokens that one process run writes
+AHEAD = 2  # parts that wait at most: training for a time asks for more than it will use
 _PATIENCE = 600.0  # seconds to wait for the next part
 
 
@@ -24,7 +25,7 @@ class Stream:
 
     def __init__(self, seed: int, tokens: int, context: int, folder: pathlib.Path) -> None:
         """Begin to write parts into `folder`, `tokens` tokens in all."""
-        self._parts: queue.Queue[np.ndarray | Exception] = queue.Queue()
+        self._parts: queue.Queue[np.ndarray | Exception] = queue.Queue(AHEAD)
         self._rows = np.zeros((0, context), np.uint16)
         args = (seed, tokens, context, folder)
         threading.Thread(target=self._produce, args=args, daemon=True).start()
