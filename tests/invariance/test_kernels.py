@@ -24,6 +24,7 @@ def model():
     return load(tiny_model.folder(), rows="ffi")
 
 
+@pytest.mark.exhaustive
 def test_scores_are_the_samplers_bits_and_close_to_those_of_xla(model):
     """Sampler and scorer read their keys in different places: a cache, and the call itself."""
     prompts = [{"tokens": [(13 * i) % 2048 for i in range(n)], "id": n} for n in (1, 7, 33)]
