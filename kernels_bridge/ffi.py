@@ -80,14 +80,14 @@ def product(x: jax.Array, w: jax.Array) -> jax.Array:
 
 
 def grouped(
-    x: jax.Array, w: jax.Array, layer: jax.Array, expert: jax.Array, used: jax.Array
+    x: jax.Array, w: jax.Array, layer: jax.Array, expert: jax.Array, live: jax.Array
 ) -> jax.Array:
     """x [tiles * rows, K] times w [layers, E, N, K] at [layer, expert[tile]], rounded to x's dtype.
 
-    Only the first `used` tiles are computed, the others stay undefined.
+    Of every tile only the first `live` [tiles] rows are computed, the others stay undefined.
     """
-    scalars = (jnp.asarray(one, jnp.int32) for one in (layer, expert, used))
-    return _call("grouped", (x.shape[0], w.shape[2]), x.dtype, x, w, *scalars)
+    numbers = (jnp.asarray(one, jnp.int32) for one in (layer, expert, live))
+    return _call("grouped", (x.shape[0], w.shape[2]), x.dtype, x, w, *numbers)
 
 
 def attend(

@@ -182,7 +182,9 @@ def _grouped(x, weight, layer, groups, numerics):
         )  # fmt: skip
     if numerics.rows == "ffi":
         stack = weight.codes if _is_stored(weight) else round_to(weight, numerics.dtype)
-        return ffi.grouped(x, stack, layer, groups.expert, groups.used)
+        filled = groups.source.reshape(-1, groups.tile) < groups.slot.shape[0]
+        live = jnp.sum(filled, axis=1, dtype=jnp.int32)  # they come first
+        return ffi.grouped(x, stack, layer, groups.expert, live)
     return _batched(x, weight, layer, groups, numerics)
 
 

@@ -66,30 +66,36 @@ void tile_of_expert(const X* x, const W* w, int64_t rows, int64_t k, int64_t col
   }
 }
 
-// x [tiles * rows, K] times w [layers, E, N, K] at [layer, expert[tile]], rounded to x's type; the
-// first `used` tiles only.
+// x [tiles * rows, K] times w [layers, E, N, K] at [layer, expert[tile]], rounded to x's type; of
+// every tile the first `live[tile]` rows only.
 ffi::Error grouped(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w,
                    ffi::Buffer<ffi::S32> layer, ffi::Buffer<ffi::S32> expert,
-                   ffi::Buffer<ffi::S32> used, ffi::Result<ffi::AnyBuffer> y) {
+                   ffi::Buffer<ffi::S32> live, ffi::Result<ffi::AnyBuffer> y) {
   const auto in = x.dimensions(), stack = w.dimensions();
   if (in.size() != 2 || stack.size() != 4 || in[1] != stack[3]) {
     return refuse("grouped: x must be [M, K] and w [layers, E, N, K]");
   }
-  const int64_t all = expert.element_count(), rows = all ? in[0] / all : 0, k = in[1];
-  const int64_t tiles = std::min<int64_t>(used.typed_data()[0], all);
+  const int64_t tiles = expert.element_count(), rows = tiles ? in[0] / tiles : 0, k = in[1];
   const int64_t columns = stack[2], one = columns * k, at = layer.typed_data()[0];
   const int32_t* owner = expert.typed_data();
   if (at < 0 || at >= stack[0]) return refuse("grouped: layer out of range");
+  const int32_t* count = live.typed_data();
+  int64_t real = 0;
   for (int64_t t = 0; t < tiles; ++t) {
-    if (owner[t] < 0 || owner[t] >= stack[1]) return refuse("grouped: expert out of range");
+    if (count[t] < 0 || count[t] > rows) return refuse("grouped: more rows than a tile has");
+    if (count[t] && (owner[t] < 0 || owner[t] >= stack[1])) {
+      return refuse("grouped: expert out of range");
+    }
+    real += count[t];
   }
   bool fits = false;
   const bool known = with_floats(x, [&](const auto* from) {
     using X = std::remove_const_t<std::remove_pointer_t<decltype(from)>>;
     X* to = static_cast<X*>(y->untyped_data());
     fits = with_floats(w, [&](const auto* weights) {
-      in_parts(pool, tiles, tiles * rows * one, [&](int64_t t) {
-        tile_of_expert(from + t * rows * k, weights + (at * stack[1] + owner[t]) * one, rows, k,
+      in_parts(pool, tiles, real * one, [&](int64_t t) {
+        if (!count[t]) return;
+        tile_of_expert(from + t * rows * k, weights + (at * stack[1] + owner[t]) * one, count[t], k,
                        columns, to + t * rows * columns);
       });
     });

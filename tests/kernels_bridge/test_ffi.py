@@ -65,9 +65,10 @@ def test_neither_blocks_nor_threads_enter_a_product(dtype):
 def test_tiles_meet_their_own_expert(dtype):
     x, w = normal(5, 6 * 4, 40, dtype=dtype), normal(6, 2, 3, 10, 40, dtype=dtype)
     expert = np.array([2, 0, 2, 1, 1, 0], np.int32)
-    got = run(ffi.grouped, x, as_bits(w), jnp.int32(1), expert, jnp.int32(5))
-    for tile in range(5):
-        rows = slice(4 * tile, 4 * tile + 4)
+    live = np.array([4, 1, 3, 4, 2, 0], np.int32)
+    got = run(ffi.grouped, x, as_bits(w), jnp.int32(1), expert, live)
+    for tile, count in enumerate(live):
+        rows = slice(4 * tile, 4 * tile + count)
         want = run(ffi.product, x[rows, None], w[1, expert[tile]])[:, 0].astype(x.dtype)
         np.testing.assert_array_equal(got[rows], want)
 
@@ -75,7 +76,7 @@ def test_tiles_meet_their_own_expert(dtype):
 def test_an_expert_that_is_none_is_refused():
     x, w = normal(5, 4, 40), normal(6, 2, 3, 10, 40)
     with pytest.raises(jax.errors.JaxRuntimeError, match="expert out of range"):
-        jax.block_until_ready(run(ffi.grouped, x, w, 1, np.array([3], np.int32), 1))
+        jax.block_until_ready(run(ffi.grouped, x, w, 1, np.array([3]), np.array([2])))
 
 
 # -- attention and the indexer, where the cache has its vectors ------------------------------------
