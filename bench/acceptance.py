@@ -172,11 +172,12 @@ def answer(played: Played, expected: np.ndarray, size: int) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--machine", default="local", help="short name for the result file")
+    parser.add_argument("--rows", help="form of the numerics, default as `load` chooses")
     parser.add_argument("--count", type=int, default=64, help="prompts")
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.7, 1.0])
     parser.add_argument("--out", type=Path, help="folder of the result, default bench/results")
     given = parser.parse_args()
-    start, model, found = machine(), di.load("spark-tiny"), []
+    start, model, found = machine(), di.load("spark-tiny", rows=given.rows), []
     for temperature in given.temperatures:
         asked = prompts(given.count, temperature, WIDTH)
         asked = [each for each in asked if len(each["tokens"]) < WIDTH // 2]

@@ -93,6 +93,7 @@ def made(results: dict[int, Result]) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--machine", default="local", help="short name for the result file")
+    parser.add_argument("--rows", help="form of the numerics, default as `load` chooses")
     parser.add_argument("--count", type=int, default=2000)
     parser.add_argument("--longest", type=int, default=2000, help="tokens of a prompt")
     parser.add_argument("--new", type=int, default=500, help="tokens of a reply")
@@ -100,7 +101,7 @@ def main() -> int:
     parser.add_argument("--alone", type=int, default=20, help="requests also answered one by one")
     parser.add_argument("--out", type=Path, help="folder of the result, default bench/results")
     given = parser.parse_args()
-    start, model = machine(), di.load("spark-tiny")
+    start, model = machine(), di.load("spark-tiny", rows=given.rows)
     asked = mixed(given.count, given.longest, given.new, model.cfg.vocab_size)
     longest = max(asked, key=lambda each: len(each["tokens"]) + each["max_tokens"])
     answered(model, [longest, *asked[: given.batch_size]], given.batch_size)  # compiles

@@ -98,13 +98,14 @@ def answer(spans: np.ndarray) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--machine", default="local", help="short name for the result file")
+    parser.add_argument("--rows", help="form of the numerics, default as `load` chooses")
     parser.add_argument("--slice", action="store_true", help="the slice of bench/speculation_slice")
     parser.add_argument("--slots", type=int, default=64)
     parser.add_argument("--count", type=int, default=160, help="requests")
     parser.add_argument("--new", type=int, default=64, help="most tokens of a reply")
     parser.add_argument("--out", type=Path, help="folder of the result, default bench/results")
     given = parser.parse_args()
-    start, model = machine(), di.load("spark-tiny")
+    start, model = machine(), di.load("spark-tiny", rows=given.rows)
     if given.slice:  # most of its ids have no text
         model = dataclasses.replace(sliced(small=False), tokenizer=model.tokenizer)
     requests, found = asked(model, given.count, given.new), {}

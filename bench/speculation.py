@@ -101,6 +101,7 @@ def summary(made: dict[str, list[di.Result]], seconds: dict[str, list[float]]) -
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--machine", default="local", help="short name for the result file")
+    parser.add_argument("--rows", help="form of the numerics, default as `load` chooses")
     parser.add_argument("--table", type=Path, required=True, help="of deepinfer-jax profile")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 64])
     parser.add_argument("--fixed", type=int, nargs="*", default=[1, 2, 3, 4, 5])
@@ -111,7 +112,7 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--out", type=Path, help="folder of the result, default bench/results")
     given = parser.parse_args()
-    start, model = machine(), di.load("spark-tiny")
+    start, model = machine(), di.load("spark-tiny", rows=given.rows)
     table = planning.load_table(
         given.table,
         model=profiling.model_fingerprint(model),

@@ -97,13 +97,14 @@ def differing(made: list[di.Result], want: list[di.Result]) -> tuple[int, int]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--machine", default="local", help="short name for the result file")
+    parser.add_argument("--rows", help="form of the numerics, default as `load` chooses")
     parser.add_argument("--count", type=int, default=200)
     parser.add_argument("--new", type=int, default=24)
     parser.add_argument("--slots", type=int, default=8)
     parser.add_argument("--tables", type=int, default=3, help="random step times and schedules")
     parser.add_argument("--out", type=Path, help="folder of the result, default bench/results")
     given = parser.parse_args()
-    start, model = machine(), di.load("spark-tiny")
+    start, model = machine(), di.load("spark-tiny", rows=given.rows)
     asked = requests(given.count, given.new)
 
     def run(policy: Any, some: list[dict]) -> list[di.Result]:

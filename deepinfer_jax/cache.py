@@ -100,7 +100,7 @@ def _codec(width: int, numerics: Numerics, size: int, pack: Any, unpack: Any, tr
     """
     if not numerics.quantize_kv:
         return Codec.plain(width)
-    form = "decoded" if numerics.rows == "tiled" else "packed"
+    form = "decoded" if numerics.rows in ("tiled", "ffi") else "packed"
     return Codec(form, width, size, pack, unpack, trip)
 
 

@@ -14,12 +14,13 @@ import tokenizers
 from deepinfer_jax import checkpoint, resources, text
 from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.model import engram
-from deepinfer_jax.numerics import Numerics, rows_for, startup
+from deepinfer_jax.numerics import Form, Numerics, rows_for, startup
 from deepinfer_jax.params import Params, decode, decoded_bytes
 from deepinfer_jax.planning.calibration import TEMPERATURES_FILE, load_temperatures
 from deepinfer_jax.tables import Tables, make_tables
 from deepinfer_jax.text import Tokenizer
 from deepinfer_jax.text.engram_map import MAP_FILE, TOKENIZER_FILE
+from kernels_bridge import ffi
 
 # Longest sequence that a model is prepared for unless the caller asks for more. Rotation tables
 # have a row per position: at the released 1M positions they would take half a gigabyte.
@@ -64,6 +65,7 @@ def load(
     numerics: Numerics | None = None,
     max_length: int | None = None,
     weights: Literal["auto", "stored", "decoded"] = "auto",
+    rows: Form | None = None,
 ) -> Model:
     """Load a shipped model by name, or a checkpoint in the released layout from its folder.
 
@@ -76,11 +78,15 @@ def load(
       weights: "stored" keeps the released formats in memory; "decoded" decodes them once (see
         `params.decode`), which is several times faster on a CPU and gives the same bits; "auto"
         decodes on a CPU while the result stays below 1 GiB.
+      rows: the form of the numerics (`Numerics.rows`), in place of what `numerics` says; default
+        `rows_for` of the back end. "ffi" is several times faster than "tiled" on a CPU and needs a
+        C++ compiler there; the two have other bits.
 
     Raises:
       FileNotFoundError: no such model or folder, or a file of it is missing.
       ValueError: a file is damaged or does not fit the others, `max_length` is out of range, or
         the numerics cannot keep their promise under the settings of JAX and XLA.
+      kernels_bridge.ffi.NoKernelsError: `rows="ffi"`, and the kernels cannot be built here.
     """
     if weights not in ("auto", "stored", "decoded"):
         raise ValueError(f'weights must be "auto", "stored" or "decoded", got {weights!r}')
@@ -89,9 +95,7 @@ def load(
     folder = find_folder(model)
     cfg = ModelConfig.from_json(folder)
     length = resolve_length(cfg, max_length)
-    if numerics is None:
-        numerics = Numerics.native(cfg.quantized, rows_for(jax.default_backend()))
-    startup.check(numerics, surroundings())
+    numerics = _chosen(numerics, rows, cfg)
     _check_engram(folder, cfg)
     tokenizer = open_tokenizer(folder, cfg)
     tables = make_tables(cfg, _token_map(folder, cfg), length)
@@ -104,6 +108,18 @@ def load(
         tokenizer=tokenizer,
         confidence_temperatures=_temperatures(folder, cfg),
     )
+
+
+def _chosen(numerics: Numerics | None, rows: Form | None, cfg: ModelConfig) -> Numerics:
+    """The numerics of `load`, able to run here."""
+    if numerics is None:
+        numerics = Numerics.native(cfg.quantized, rows or rows_for(jax.default_backend()))
+    elif rows is not None:
+        numerics = dataclasses.replace(numerics, rows=rows)
+    startup.check(numerics, surroundings())
+    if numerics.rows == "ffi":
+        ffi.load()
+    return numerics
 
 
 def _temperatures(folder: Path, cfg: ModelConfig) -> tuple[float, ...]:

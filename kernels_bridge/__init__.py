@@ -1,9 +1,8 @@
-"""Where optional GPU kernels will meet the package; today it holds none.
+"""Kernels from outside XLA, as functions of JAX arrays.
 
-Planned contents: a registry that maps an operation to its implementations with declared
-capabilities, a pure ``select`` that chooses one and an ``explain`` that says why, and two
-transports (recorded DLPack callbacks and the XLA foreign function interface). The plain JAX
-form of each operation is its reference and stays in ``deepinfer_jax``.
+`ffi`: our own C++ kernels for a CPU, called through XLA's typed foreign function interface and
+built by `building` at their first use. `deepinfer_jax.numerics` calls them for `rows="ffi"`; the
+plain JAX form of each operation there is its twin, which defines what it means and its gradient.
 
-Nothing is exported and ``deepinfer_jax`` does not import this package.
+Kernels for GPUs (FlashMLA, DeepGEMM, DeepEP) are planned and not here.
 """

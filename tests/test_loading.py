@@ -1,5 +1,6 @@
 """Models by name and by folder, and the folders that are refused."""
 
+import dataclasses
 import json
 import shutil
 
@@ -10,6 +11,7 @@ import pytest
 import deepinfer_jax
 from deepinfer_jax import checkpoint, loading, params
 from deepinfer_jax.numerics import Numerics
+from kernels_bridge import ffi
 from tests import tiny_model
 
 
@@ -41,6 +43,26 @@ def test_numerics_and_length_can_be_given():
     model = loading.load(tiny_model.folder(), numerics=Numerics.fp32(), max_length=77)
     assert model.numerics == Numerics.fp32()
     assert model.max_length == 77
+
+
+def test_the_form_of_the_rows_can_be_given(monkeypatch):
+    monkeypatch.setattr(ffi, "load", lambda: None)
+    for given in (None, Numerics.fp32()):
+        model = loading.load(tiny_model.folder(), numerics=given, rows="ffi")
+        expected = Numerics.native(model.cfg.quantized) if given is None else given
+        assert model.numerics == dataclasses.replace(expected, rows="ffi")
+    with pytest.raises(ValueError, match='rows="pallas" are kernels for an NVIDIA GPU'):
+        loading.load(tiny_model.folder(), rows="pallas")
+
+
+def test_kernels_that_cannot_be_built_are_said_before_weights_are_read(monkeypatch):
+    def none():
+        raise ffi.NoKernelsError("no compiler here")
+
+    monkeypatch.setattr(ffi, "load", none)
+    monkeypatch.setattr(checkpoint, "load_params", None)
+    with pytest.raises(ffi.NoKernelsError, match="no compiler here"):
+        loading.load(tiny_model.folder(), rows="ffi")
 
 
 def test_weights_are_decoded_on_a_cpu_while_they_are_small(monkeypatch):

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from deepinfer_jax import numerics as nx
 from deepinfer_jax import quant
 from deepinfer_jax.determinism.equality import bits
-from deepinfer_jax.numerics import Numerics, products, tiles
+from deepinfer_jax.numerics import Form, Numerics, products, tiles
 from deepinfer_jax.numerics import settings as module
 
 DTYPES = ("float32", "bfloat16")
@@ -31,8 +31,8 @@ MOST, WIDTH = 257, 96
 EXPERTS = 5
 
 
-def numerics_of(dtype: str) -> Numerics:
-    return Numerics.fp32() if dtype == "float32" else Numerics.native()
+def numerics_of(dtype: str, rows: Form = "tiled") -> Numerics:
+    return Numerics.fp32(rows) if dtype == "float32" else Numerics.native(rows=rows)
 
 
 def normal(seed: int, *shape: int) -> np.ndarray:
@@ -110,19 +110,19 @@ def all_rows(dtype: str) -> dict[str, np.ndarray]:
 
 
 @functools.cache
-def expected(dtype: str) -> dict[str, np.ndarray]:
+def expected(dtype: str, form: Form = "tiled") -> dict[str, np.ndarray]:
     """All rows at once: on long tiles."""
-    out = everything(all_rows(dtype), shared(dtype), numerics_of(dtype))
+    out = everything(all_rows(dtype), shared(dtype), numerics_of(dtype, form))
     return {name: np.asarray(value) for name, value in out.items()}
 
 
-def check_rows(dtype: str, count: int) -> None:
+def check_rows(dtype: str, count: int, form: Form = "tiled") -> None:
     """`count` rows taken from anywhere, in any order, give the bits they have among all."""
     pick = np.random.default_rng(count).permutation(MOST)[:count]
     rows = {name: value[pick] for name, value in all_rows(dtype).items()}
-    got = everything(rows, shared(dtype), numerics_of(dtype))
+    got = everything(rows, shared(dtype), numerics_of(dtype, form))
     real = rows["ids"] < EXPERTS
-    for name, want in expected(dtype).items():
+    for name, want in expected(dtype, form).items():
         keep = real if name == "experts" else slice(None)
         left, right = np.asarray(got[name])[keep], want[pick][keep]
         np.testing.assert_array_equal(bits(left), bits(right), err_msg=f"{name}, {count} rows")
@@ -138,6 +138,17 @@ def sizes(dtype: str):
 @pytest.mark.parametrize(("dtype", "count"), [case for dtype in DTYPES for case in sizes(dtype)])
 def test_rows_do_not_depend_on_their_number(dtype, count):
     check_rows(dtype, count)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "count"),
+    [
+        *(("bfloat16", count) for count in (1, 9, 65)),
+        *(pytest.param(dtype, n, marks=pytest.mark.exhaustive) for dtype in DTYPES for n in QUICK),
+    ],
+)
+def test_rows_do_not_depend_on_their_number_in_kernels(dtype, count):
+    check_rows(dtype, count, "ffi")
 
 
 def test_a_plain_product_would_be_caught(monkeypatch):
@@ -386,7 +397,7 @@ def plain_sums(x, w, numerics):
     }
 
 
-@pytest.mark.parametrize("rows", ["tiled", "batched"])
+@pytest.mark.parametrize("rows", ["tiled", "ffi", "batched"])
 def test_gradients_are_those_of_plain_jnp(rows):
     numerics = dataclasses.replace(Numerics.fp32(), rows=rows)
     x = normal(11, 13, WIDTH)

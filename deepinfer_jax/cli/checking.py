@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from deepinfer_jax.cli.compiled import use_compilation_cache
-from deepinfer_jax.cli.device import require_device
+from deepinfer_jax.cli.device import add_rows, require_device
 from deepinfer_jax.cli.refusal import Refused
 
 if TYPE_CHECKING:
@@ -52,6 +52,7 @@ def add_command(commands: Any) -> None:
     add("--only", nargs="+", metavar="NAME", help="these checks; --list names them")
     add("--list", action="store_true", help="name the checks and stop")
     add("--max-length", type=int, metavar="N", help="most tokens of prompt and reply together")
+    add_rows(parser)
     add(
         "--numerics",
         choices=_NUMERICS,
@@ -102,7 +103,12 @@ def _tokens(args: argparse.Namespace) -> int:
 def _load(args: argparse.Namespace) -> Model:
     from deepinfer_jax import loading
 
-    return loading.load(args.model, numerics=_numerics(args.numerics), max_length=args.max_length)
+    return loading.load(
+        args.model,
+        numerics=_numerics(args.numerics),
+        max_length=args.max_length,
+        rows=args.rows,
+    )
 
 
 def _numerics(name: str) -> Numerics | None:

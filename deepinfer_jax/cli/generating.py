@@ -14,6 +14,7 @@ from typing import Any
 
 from deepinfer_jax.cli import failures, inputs, running
 from deepinfer_jax.cli.appending import check_apart
+from deepinfer_jax.cli.device import add_rows
 from deepinfer_jax.cli.records import KINDS
 from deepinfer_jax.cli.refusal import Refused
 from deepinfer_jax.cli.speculation import add_option
@@ -65,6 +66,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--model", default="spark-tiny", metavar="NAME|DIR", help="default spark-tiny")
     add("--max-length", type=int, metavar="N", help="most tokens of prompt and reply together")
+    add_rows(parser)
     _add_options(parser.add_argument_group("the reply").add_argument)
     add = parser.add_argument_group("the run").add_argument
     add(

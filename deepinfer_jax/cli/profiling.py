@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from deepinfer_jax.cli.compiled import use_compilation_cache
-from deepinfer_jax.cli.device import require_device
+from deepinfer_jax.cli.device import add_rows, require_device
 from deepinfer_jax.cli.refusal import Refused
 from deepinfer_jax.cli.speculation import measured_with, table_file
 
@@ -35,6 +35,7 @@ def add_command(commands: Any) -> None:
     parser.set_defaults(run=run)
     add = parser.add_argument
     add("--model", default="spark-tiny", metavar="NAME|DIR", help="default spark-tiny")
+    add_rows(parser)
     add("--slots", type=int, nargs="+", default=list(_SLOTS), metavar="N", help="requests at once "
         "(`generate --batch-size`); default 1 2 4 8")  # fmt: skip
     add("--out", type=Path, metavar="FILE", help="default: a file in the user's cache folder; "
@@ -49,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
     require_device()
     use_compilation_cache()
     try:
-        model = loading.load(args.model)
+        model = loading.load(args.model, rows=args.rows)
         path = args.out or table_file(model)
         path.parent.mkdir(parents=True, exist_ok=True)
         known = _known(path, model)

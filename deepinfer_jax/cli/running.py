@@ -150,7 +150,7 @@ def _run(args: argparse.Namespace, work: Work, indices: Sequence[int], files: Fi
 
     use_compilation_cache()
     try:
-        model = loading.load(args.model, max_length=args.max_length)
+        model = loading.load(args.model, max_length=args.max_length, rows=args.rows)
     except (ValueError, OSError) as error:
         raise Refused(str(error)) from None
     if args.out:

@@ -17,7 +17,7 @@ from deepinfer_jax.llm.outputs import RequestOutput
 from deepinfer_jax.llm.parameters import SamplingParams, sample_seed
 from deepinfer_jax.llm.replies import Asked
 from deepinfer_jax.loading import Model
-from deepinfer_jax.numerics import Numerics
+from deepinfer_jax.numerics import Form, Numerics
 from deepinfer_jax.planning.policies import OFF, Policy
 from deepinfer_jax.requests import Options, Request, Result
 from deepinfer_jax.text import Tokenizer
@@ -42,23 +42,26 @@ class LLM:
         speculative: Policy = OFF,
         numerics: Numerics | None = None,
         weights: Literal["auto", "stored", "decoded"] = "auto",
+        rows: Form | None = None,
     ) -> None:
         """Load `model`, a shipped name or a folder (see `load`), or take one that is loaded.
 
         max_length: most tokens of prompt and reply together. batch_size: most replies in work at
         once, default 8; speculative: use of the drafter (`planning`), default none: both decide
-        speed and memory only. numerics, weights: as in `load`.
+        speed and memory only. numerics, weights, rows: as in `load`.
 
         Raises FileNotFoundError, TypeError or ValueError as `load` does.
         """
         if isinstance(model, Model):
-            if max_length is not None or numerics is not None or weights != "auto":
+            if (max_length, numerics, weights, rows) != (None, None, "auto", None):
                 raise ValueError(
-                    "max_length, numerics and weights are for a model that is still to be loaded: "
-                    "give them to `load`, or give its name here"
+                    "max_length, numerics, weights and rows are for a model that is still to be "
+                    "loaded: give them to `load`, or give its name here"
                 )
         else:
-            model = loading.load(model, numerics=numerics, max_length=max_length, weights=weights)
+            model = loading.load(
+                model, numerics=numerics, max_length=max_length, weights=weights, rows=rows
+            )
         self.model: Model = model
         self.batch_size = batch_size
         self.speculative = speculative

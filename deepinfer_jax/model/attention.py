@@ -177,6 +177,13 @@ def attend(
     if numerics.rows == "dense":
         return _attend_sequences(q, new, entries, selected, floor, sink, reach)
     slot = jnp.maximum(rows.slots, 0)
+    if numerics.rows == "ffi" and ring is not None:
+        at = (spans.first, spans.start)
+        where = None if entries is None else (entries.data, entries.source, entries.pages)
+        return nx.attend_cache(
+            q, new, (ring.data, ring.layer), where, at, (slot, rows.positions, floor), selected,
+            sink, reach.window, reach.scale,
+        )  # fmt: skip
     each = (q, slot, rows.positions, floor, selected)
     f = functools.partial(_attend_row, reach=reach, numerics=numerics)
     return nx.map_rows(f, each, (new, ring, entries, spans, sink), numerics)

@@ -240,10 +240,10 @@ def _select(
         score = index.scores_of_sequences(query, keys, ids, call.rows, field, call.length, numerics)
     else:
         score = index.scores(query, keys, ids, call.rows, call.spans, field, numerics)
-    s = dataclasses.replace(s, selected=index.select(score, ids, cfg.index_topk))
+    s = dataclasses.replace(s, selected=index.select(score, ids, cfg.index_topk, numerics))
     if kind.candidate_source:
         visible = index.visible_entries(call.rows.positions, kind.ratio)
-        s = dataclasses.replace(s, candidates=index.candidate_blocks(score, visible, cfg))
+        s = dataclasses.replace(s, candidates=index.candidate_blocks(score, visible, cfg, numerics))
     return s
 
 

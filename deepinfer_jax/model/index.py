@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -64,35 +64,48 @@ def visible_entries(positions: jax.Array, ratio: int) -> jax.Array:
 
 
 def _score_row(row: Any, shared: Any, field: Field, numerics: Numerics) -> jax.Array:
-    """Scores of one row for entries `ids` [n], in blocks of fixed width; -inf where not visible."""
+    """Scores of one row for one block of entries `ids`; -inf where not visible."""
     heads, weights, slot, visible, ids = row
     entries, spans = shared
-    block = numerics.index_block
-    blocks = -(-ids.shape[0] // block)
-    padded = jnp.pad(ids, (0, blocks * block - ids.shape[0]), constant_values=-1)
-
-    def score(part):
-        keys = read_entries(entries, spans, slot, part, field.ratio, field.codec, heads.dtype)
-        return nx.index_scores(heads, weights, keys, numerics)
-
-    parts = padded.reshape(blocks, block)
-    scores = (score(parts[0])[None] if blocks == 1 else lax.map(score, parts)).reshape(-1)
-    seen = (padded >= 0) & (padded < visible)
-    return jnp.where(seen, scores, -jnp.inf)[: ids.shape[0]]
+    keys = read_entries(entries, spans, slot, ids, field.ratio, field.codec, heads.dtype)
+    score = nx.index_scores(heads, weights, keys, numerics)
+    return jnp.where((ids >= 0) & (ids < visible), score, -jnp.inf)
 
 
 def scores(
     query: IndexQuery, entries: Entries, ids: jax.Array, rows: Rows, spans: Spans, field: Field,
     numerics: Numerics,
 ) -> jax.Array:  # fmt: skip
-    """Index scores float32 [T, n] of entries `ids` ([n] for all rows, or [T, n])."""
-    t = rows.slots.shape[0]
-    if ids.ndim == 1:
-        ids = jnp.broadcast_to(ids, (t, ids.shape[0]))
+    """Index scores float32 [T, n] of entries `ids` ([n] for all rows, or [T, n]); no gradient.
+
+    In blocks of a fixed width, up to the last one that holds anything visible: a cache of a long
+    capacity costs a short sequence nothing.
+    """
+    query, entries = lax.stop_gradient((query, entries))
+    t, n, width = rows.slots.shape[0], ids.shape[-1], numerics.index_block
+    blocks = -(-n // width)
+    ids = jnp.broadcast_to(ids, (t, n))
+    ids = jnp.pad(ids, ((0, 0), (0, blocks * width - n)), constant_values=-1)
     visible = visible_entries(rows.positions, field.ratio)
-    each = (query.heads, query.weights, jnp.maximum(rows.slots, 0), visible, ids)
-    f = functools.partial(_score_row, field=field, numerics=numerics)
-    return nx.map_rows(f, each, (entries, spans), numerics)
+    slots = jnp.maximum(rows.slots, 0)
+    if numerics.rows == "ffi" and entries.pages is not None:
+        stored = (entries.data, entries.source, entries.pages)
+        heads, gain = query.heads, query.weights
+        return nx.index_cache(heads, gain, stored, slots, visible, ids[:, :n], numerics)
+    one = functools.partial(_score_row, field=field, numerics=numerics)
+
+    def score(part: jax.Array) -> jax.Array:
+        each = (query.heads, query.weights, slots, visible, part)
+        return cast(jax.Array, nx.map_rows(one, each, (entries, spans), numerics))
+
+    if blocks == 1:
+        return score(ids)[:, :n]
+    seen = ((ids >= 0) & (ids < visible[:, None])).reshape(t, blocks, width).any((0, 2))
+    needed = jnp.max(jnp.where(seen, jnp.arange(1, blocks + 1, dtype=jnp.int32), 0))
+    parts = ids.reshape(t, blocks, width)
+    nothing = jnp.full((t, blocks, width), -jnp.inf)
+    found = lax.fori_loop(0, needed, lambda b, s: s.at[:, b].set(score(parts[:, b])), nothing)
+    return found.reshape(t, -1)[:, :n]
 
 
 def scores_of_sequences(
@@ -117,7 +130,7 @@ def _ascending(ids: jax.Array, keep: jax.Array) -> jax.Array:
     return jnp.where(ordered == _LAST, -1, ordered)
 
 
-def select(score: jax.Array, ids: jax.Array, k: int) -> jax.Array:
+def select(score: jax.Array, ids: jax.Array, k: int, numerics: Numerics) -> jax.Array:
     """The k best entries of each row: score [T, n], ids [T, n] or [n] -> [T, k], -1 padded.
 
     `ids` ascend along n, so that the lower column of a tie is the lower position.
@@ -127,7 +140,7 @@ def select(score: jax.Array, ids: jax.Array, k: int) -> jax.Array:
     if width == score.shape[1]:  # nothing to choose
         picked = _ascending(ids, score > -jnp.inf)
         return jnp.pad(picked, ((0, 0), (0, k - width)), constant_values=-1)
-    best, column = nx.top_k(score, width)
+    best, column = nx.best(score, width, numerics)
     picked = _ascending(jnp.take_along_axis(ids, column, axis=1), best > -jnp.inf)
     return jnp.pad(picked, ((0, 0), (0, k - width)), constant_values=-1)
 
@@ -137,7 +150,9 @@ def candidate_width(cfg: ModelConfig, count: int) -> int:
     return min(cfg.candidate_topk_blocks, -(-count // cfg.candidate_block_size))
 
 
-def candidate_blocks(score: jax.Array, visible: jax.Array, cfg: ModelConfig) -> jax.Array:
+def candidate_blocks(
+    score: jax.Array, visible: jax.Array, cfg: ModelConfig, numerics: Numerics
+) -> jax.Array:
     """The best blocks by their best member: score [T, n] -> [T, blocks], ascending, -1 padded.
 
     The newest visible entry's block is always kept; blocks with nothing visible never are
@@ -152,7 +167,7 @@ def candidate_blocks(score: jax.Array, visible: jax.Array, cfg: ModelConfig) -> 
     number = jnp.arange(blocks, dtype=jnp.int32)
     forced = (number[None, :] == newest[:, None]) & (visible > 0)[:, None]
     best = jnp.where(forced, jnp.inf, best)
-    value, ids = nx.top_k(best, candidate_width(cfg, n))
+    value, ids = nx.best(best, candidate_width(cfg, n), numerics)
     return _ascending(ids, value > -jnp.inf)
 
 

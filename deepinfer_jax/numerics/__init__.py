@@ -10,12 +10,23 @@ order, padding, neighbours, or of the program around it. On CPU that needs four 
   multiply-add in one program and not in another;
 - roundings to bfloat16 are explicit.
 
+`rows="ffi"` keeps the promise on a CPU with C++ kernels instead (`kernels_bridge`), in an order of
+their own: several times faster, where a compiler can build them.
+
 On an NVIDIA GPU (`rows="pallas"`) every sum is a kernel of `numerics.pallas`, in an order of its
 own. `rows="batched"` trades the promise for plain XLA operations; `rows="dense"` goes further and
 works on whole sequences at once, with masks instead of gathers (training on accelerators).
 """
 
-from deepinfer_jax.numerics.elements import finite_max, float_weight, pin, quotient, round_to, top_k
+from deepinfer_jax.numerics.elements import (
+    best,
+    finite_max,
+    float_weight,
+    pin,
+    quotient,
+    round_to,
+    top_k,
+)
 from deepinfer_jax.numerics.experts import (
     Groups,
     collect,
@@ -26,8 +37,8 @@ from deepinfer_jax.numerics.experts import (
 )
 from deepinfer_jax.numerics.mapping import map_rows
 from deepinfer_jax.numerics.products import dot, einsum, group_dot, linear, linear_f32, prepared
-from deepinfer_jax.numerics.scores import attend, index_scores
-from deepinfer_jax.numerics.settings import Numerics, rows_for
+from deepinfer_jax.numerics.scores import attend, attend_cache, index_cache, index_scores
+from deepinfer_jax.numerics.settings import Form, Numerics, rows_for
 from deepinfer_jax.numerics.sums import (
     axis_sum,
     integer_sums,
@@ -42,10 +53,13 @@ from deepinfer_jax.numerics.sums import (
 )
 
 __all__ = [
+    "Form",
     "Groups",
     "Numerics",
     "attend",
+    "attend_cache",
     "axis_sum",
+    "best",
     "collect",
     "dot",
     "einsum",
@@ -54,6 +68,7 @@ __all__ = [
     "group_dot",
     "group_rows",
     "grouped_linear",
+    "index_cache",
     "index_scores",
     "integer_sums",
     "linear",

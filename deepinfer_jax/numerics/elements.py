@@ -10,6 +10,8 @@ import numpy as np
 from jax import lax
 
 from deepinfer_jax import quant
+from deepinfer_jax.numerics.settings import Numerics
+from kernels_bridge import ffi
 
 FLOAT_MAX = np.finfo(np.float32).max
 
@@ -55,6 +57,14 @@ def finite_max(x: jax.Array, axis: int) -> jax.Array:
     """
     top = lax.stop_gradient(jnp.max(x, axis=axis, keepdims=True))
     return jnp.where(jnp.isfinite(top), top, np.float32(0))
+
+
+def best(x: jax.Array, k: int, numerics: Numerics) -> tuple[jax.Array, jax.Array]:
+    """`top_k` of many columns [T, n], where it is worth a kernel; no gradient."""
+    if numerics.rows == "ffi":
+        ids = ffi.best(lax.stop_gradient(x), k)
+        return jnp.take_along_axis(x, ids, axis=1), ids
+    return top_k(x, k)
 
 
 def top_k(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:

@@ -11,12 +11,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from deepinfer_jax import quant
 from deepinfer_jax.numerics import tiles
 from deepinfer_jax.numerics.elements import float_weight, round_to
 from deepinfer_jax.numerics.pallas import grouped as kernels
 from deepinfer_jax.numerics.pallas import stored
 from deepinfer_jax.numerics.products import contract, prepared
 from deepinfer_jax.numerics.settings import Numerics
+from kernels_bridge import ffi
 
 
 @functools.partial(
@@ -92,7 +94,7 @@ def grouped_linear(
     Tiles without rows come out undefined; `collect` takes nothing from them.
     """
     x = prepared(x, numerics, quantized)
-    if numerics.rows == "tiled":
+    if _tile_by_tile_here(weight, numerics):
         return map_groups(_linear_alone, x, weight, layer, groups, numerics)
     return cast(jax.Array, _grouped(x, weight, jnp.asarray(layer, jnp.int32), groups, numerics))
 
@@ -113,9 +115,19 @@ def map_groups(
     Tiles without rows come out undefined; `collect` takes nothing from them.
     """
     layer = jnp.asarray(layer, jnp.int32)
-    if numerics.rows == "tiled":
+    if _tile_by_tile_here(stacks, numerics):
         return cast(jax.Array, _tile_by_tile(f, rows, stacks, layer, groups, numerics))
     return _all_tiles(f, rows, stacks, layer, groups, numerics)
+
+
+def _tile_by_tile_here(stacks: Any, numerics: Numerics) -> bool:
+    """Whether each tile decodes its own expert: a CPU's kernel takes whole stacks decoded only."""
+    packed = any(map(stored.packed, jax.tree.leaves(stacks, is_leaf=_is_stored)))
+    return numerics.rows == "tiled" or (numerics.rows == "ffi" and packed)
+
+
+def _is_stored(leaf: Any) -> bool:
+    return isinstance(leaf, quant.Quantized)
 
 
 def _all_tiles(f, rows, stacks, layer, groups, numerics):
@@ -135,10 +147,11 @@ def _tile_by_tile(f, rows, stacks, layer, groups, numerics):
 
         return f(linear, jax.tree.map(lambda a: a[t], parts), stacks)
 
+    # Wide, since XLA:CPU would convert all of a bfloat16 result to float32 and back for each tile.
     out = jax.eval_shape(one, 0)
-    empty = jnp.zeros((groups.expert.shape[0], *out.shape), out.dtype)
-    y = lax.fori_loop(0, groups.used, lambda t, y: y.at[t].set(one(t)), empty)
-    return y.reshape(-1, *out.shape[1:])
+    empty = jnp.zeros((groups.expert.shape[0], *out.shape), jnp.float32)
+    y = lax.fori_loop(0, groups.used, lambda t, y: y.at[t].set(one(t).astype(jnp.float32)), empty)
+    return y.reshape(-1, *out.shape[1:]).astype(out.dtype)
 
 
 def _tile_by_tile_forward(f, rows, stacks, layer, groups, numerics):
@@ -167,13 +180,20 @@ def _grouped(x, weight, layer, groups, numerics):
             x, weight, layer, groups.expert, groups.used, groups.tile, numerics.dtype,
             numerics.interpret,
         )  # fmt: skip
+    if numerics.rows == "ffi":
+        stack = weight.codes if _is_stored(weight) else round_to(weight, numerics.dtype)
+        filled = groups.source.reshape(-1, groups.tile) < groups.slot.shape[0]
+        live = jnp.sum(filled, axis=1, dtype=jnp.int32)  # they come first
+        return ffi.grouped(x, stack, layer, groups.expert, live)
     return _batched(x, weight, layer, groups, numerics)
 
 
 def _of_tile(x, expert, weight, layer, numerics):
     """One tile; the weight comes from the whole stack, so that no layer of it is ever copied."""
     own = jax.tree.map(lambda a: a[layer, expert], weight)
-    return round_to(contract(x, float_weight(own, numerics.dtype)), numerics.dtype)
+    own = float_weight(own, numerics.dtype)
+    product = ffi.product(x[:, None], own)[:, 0] if numerics.rows == "ffi" else contract(x, own)
+    return round_to(product, numerics.dtype)
 
 
 def _batched(x, weight, layer, groups, numerics):
@@ -193,7 +213,8 @@ def _grouped_backward(numerics, saved, g):
     live = jnp.repeat(jnp.arange(groups.expert.shape[0]) < groups.used, groups.tile)[:, None]
     # What no product has written may be NaN, which a gradient of zero would not silence.
     x, g = (jnp.where(live, a, jnp.zeros((), a.dtype)) for a in (x, g))
-    _, pull = jax.vjp(lambda x, w: _batched(x, w, layer, groups, numerics), x, weight)
+    ordinary = dataclasses.replace(numerics, rows="batched")
+    _, pull = jax.vjp(lambda x, w: _batched(x, w, layer, groups, ordinary), x, weight)
     return *pull(g), None, None
 
 

@@ -15,6 +15,7 @@ from deepinfer_jax.numerics import tiles
 from deepinfer_jax.numerics.elements import float_weight, round_to
 from deepinfer_jax.numerics.pallas import products as kernels
 from deepinfer_jax.numerics.settings import Numerics
+from kernels_bridge import ffi
 
 
 def _in_tiles(f: Callable, x: jax.Array, w: jax.Array, numerics: Numerics) -> jax.Array:
@@ -56,6 +57,8 @@ def dot(x: jax.Array, w: Any, numerics: Numerics) -> jax.Array:
 def _dot(x, w, numerics, dtype):
     if numerics.rows == "pallas":
         return kernels.product(x[:, None], w, dtype, numerics.interpret)[:, 0]
+    if numerics.rows == "ffi":
+        return ffi.product(x[:, None], w)[:, 0]
     if numerics.rows != "tiled":
         return contract(x, w)
     return _in_tiles(lambda part: contract(part, w), x, w, numerics)
@@ -103,6 +106,8 @@ def group_dot(x: jax.Array, w: Any, numerics: Numerics) -> jax.Array:
 def _group_dot(x, w, numerics):
     if numerics.rows == "pallas":
         return kernels.product(x, w, "float32", numerics.interpret)
+    if numerics.rows == "ffi":
+        return ffi.product(x, w)
     if numerics.rows != "tiled":
         return _contract_groups(x, w)
     return _in_tiles(lambda part: _contract_groups(part, w), x, w, numerics)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import cast
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,7 @@ from deepinfer_jax.numerics.pallas import scores as kernels
 from deepinfer_jax.numerics.products import contract, precision
 from deepinfer_jax.numerics.settings import Numerics
 from deepinfer_jax.numerics.sums import axis_sum, row_sum
+from kernels_bridge import ffi
 
 
 def attend(
@@ -27,8 +28,8 @@ def attend(
     The slots are fixed in number and order; masked ones contribute exact zeros. The global maximum
     comes first, so the rounding of probabilities does not depend on blocking. No valid slot: zeros.
     """
-    if numerics.rows == "pallas":
-        return cast(jax.Array, _attend_on_gpu(q, keys, mask, sink, scale, numerics))
+    if numerics.rows in ("pallas", "ffi"):
+        return cast(jax.Array, _attend_in_kernel(q, keys, mask, sink, scale, numerics))
     return _attend(q, keys, mask, sink, scale, numerics)
 
 
@@ -46,12 +47,14 @@ def _attend(q, keys, mask, sink, scale, numerics):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
-def _attend_on_gpu(q, keys, mask, sink, scale, numerics):
+def _attend_in_kernel(q, keys, mask, sink, scale, numerics):
+    if numerics.rows == "ffi":
+        return ffi.attend(q, keys, mask, sink, scale)
     return kernels.attend(q, keys, mask, sink, scale, numerics.interpret)
 
 
 def _attend_forward(q, keys, mask, sink, scale, numerics):
-    return _attend_on_gpu(q, keys, mask, sink, scale, numerics), (q, keys, mask, sink)
+    return _attend_in_kernel(q, keys, mask, sink, scale, numerics), (q, keys, mask, sink)
 
 
 def _attend_backward(scale, numerics, saved, g):
@@ -65,7 +68,34 @@ def _attend_backward(scale, numerics, saved, g):
     return q_bar, keys_bar, None, sink_bar
 
 
-_attend_on_gpu.defvjp(_attend_forward, _attend_backward)
+_attend_in_kernel.defvjp(_attend_forward, _attend_backward)
+
+
+def attend_cache(
+    q: jax.Array, fresh: jax.Array, ring: Any, entries: Any, spans: Any, rows: Any,
+    selected: jax.Array, sink: jax.Array, window: int, scale: float,
+) -> jax.Array:  # fmt: skip
+    """`attend` of all rows at once over what the cache holds: `rows="ffi"`, no gradient.
+
+    Arguments as in `kernels_bridge.ffi.attend_cache`; the bits are those of `attend` row by row.
+    """
+    return ffi.attend_cache(q, fresh, ring, entries, spans, rows, selected, sink, window, scale)
+
+
+def index_cache(
+    q: jax.Array, head_weight: jax.Array, entries: Any, slot: jax.Array, visible: jax.Array,
+    ids: jax.Array, numerics: Numerics,
+) -> jax.Array:  # fmt: skip
+    """`index_scores` of all rows at once over what the cache holds: `rows="ffi"`, no gradient.
+
+    Arguments as in `kernels_bridge.ffi.index_cache`; the bits are those of `index_scores`.
+    """
+    weight = head_weight.astype(jnp.float32)
+    return ffi.index_cache(q, weight, entries, slot, visible, ids, _rounding(numerics))
+
+
+def _rounding(numerics: Numerics) -> str:
+    return "none" if numerics.dtype == "float32" else numerics.index_rounding
 
 
 def index_scores(
@@ -77,8 +107,8 @@ def index_scores(
     numerics are float32.
     """
     weight = head_weight.astype(jnp.float32)
-    if numerics.rows == "pallas":
-        return cast(jax.Array, _scores_on_gpu(q, weight, keys, numerics))
+    if numerics.rows in ("pallas", "ffi"):
+        return cast(jax.Array, _scores_in_kernel(q, weight, keys, numerics))
     return _index_scores(q, weight, keys, numerics)
 
 
@@ -96,13 +126,14 @@ def _index_scores(q, weight, keys, numerics):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _scores_on_gpu(q, weight, keys, numerics):
-    rounding = "none" if numerics.dtype == "float32" else numerics.index_rounding
-    return kernels.index_scores(q, weight, keys, rounding, numerics.interpret)
+def _scores_in_kernel(q, weight, keys, numerics):
+    if numerics.rows == "ffi":
+        return ffi.index_scores(q, weight, keys, _rounding(numerics))
+    return kernels.index_scores(q, weight, keys, _rounding(numerics), numerics.interpret)
 
 
 def _scores_forward(q, weight, keys, numerics):
-    return _scores_on_gpu(q, weight, keys, numerics), (q, weight, keys)
+    return _scores_in_kernel(q, weight, keys, numerics), (q, weight, keys)
 
 
 def _scores_backward(numerics, saved, g):
@@ -110,4 +141,4 @@ def _scores_backward(numerics, saved, g):
     return pull(g)
 
 
-_scores_on_gpu.defvjp(_scores_forward, _scores_backward)
+_scores_in_kernel.defvjp(_scores_forward, _scores_backward)

@@ -7,7 +7,7 @@ import hashlib
 from typing import Literal, get_args
 
 HEIGHTS = (8, 16, 32, 64, 128, 256)  # of tiles whose products are known to agree
-Form = Literal["tiled", "pallas", "batched", "dense"]
+Form = Literal["tiled", "ffi", "pallas", "batched", "dense"]
 
 # Part of every fingerprint. Raise it when a constant in code that fixes bits changes: the lanes of
 # `sums.row_sum`, the limbs of `sums.unit_sum`, the parts of K of `pallas.schedule`, where roundings
@@ -38,9 +38,10 @@ class Numerics:
     quantize_kv           quantized window KV, compressed KV, index keys and queries
     index_rounding        "once": index scores accumulate in float32 and round to bfloat16 once;
                           "reference": the published reference's three roundings
-    rows                  "tiled": the invariant forms of a CPU; "pallas": those of an NVIDIA GPU;
-                          "batched": plain XLA, no promise; "dense": the same, for calls without a
-                          cache whose rows are sequences of equal length
+    rows                  "tiled": the invariant forms of a CPU; "ffi": the same promise with C++
+                          kernels, which a compiler on the machine builds; "pallas": the invariant
+                          forms of an NVIDIA GPU; "batched": plain XLA, no promise; "dense": the
+                          same, for calls without a cache whose rows are sequences of equal length
     row_tile              rows per dot below `long_rows` rows, and `long_row_tile` from there on
     tall_tiles            heights to choose from (`tiles.of_product`) for weights of `tall_from`
                           elements and more with sums of `long_sum` terms and more, in whole

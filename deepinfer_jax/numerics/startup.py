@@ -36,9 +36,10 @@ class Surroundings:
 def refusals(numerics: Numerics, around: Surroundings) -> list[str]:
     """Reasons why `numerics` cannot keep its promise here; empty where it can."""
     reasons = []
-    if numerics.rows == "tiled" and around.backend != "cpu":
+    if numerics.rows in ("tiled", "ffi") and around.backend != "cpu":
         reasons.append(
-            f'rows="tiled" is invariant on a CPU only, and the back end is {around.backend!r}: '
+            f'rows="{numerics.rows}" is invariant on a CPU only, and the back end is '
+            f"{around.backend!r}: "
             'use rows="pallas" on a GPU, or rows="batched", which promises nothing'
         )
     if numerics.rows == "pallas" and not numerics.interpret and around.backend == "cpu":
@@ -46,7 +47,7 @@ def refusals(numerics: Numerics, around: Surroundings) -> list[str]:
             'rows="pallas" are kernels for an NVIDIA GPU, and the back end is "cpu": use '
             'rows="tiled", or interpret=True in tests'
         )
-    if numerics.rows not in ("tiled", "pallas"):
+    if numerics.rows not in ("tiled", "ffi", "pallas"):
         return reasons
     flags = around.xla_flags.strip()
     if flags and not flags.startswith(("-", "'", '"')):

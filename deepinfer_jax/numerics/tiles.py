@@ -40,6 +40,8 @@ def of_experts(count: int, experts: int, packed: bool, numerics: Numerics) -> in
     """
     if numerics.rows == "pallas":
         return schedule.tile_rows(count, experts, packed)
+    if numerics.rows == "ffi":  # which computes no empty place of a tile
+        return 8
     if numerics.rows == "tiled":
         return numerics.row_tile if count < 4 * numerics.long_rows else numerics.long_row_tile
     return 128 if count >= 4096 else 16

@@ -372,7 +372,7 @@ def test_candidate_blocks(
     masked = jnp.asarray(np.where(seen, score, -np.inf))
 
     def choose(score, visible):
-        return index.members(index.candidate_blocks(score, visible, cfg), size)
+        return index.members(index.candidate_blocks(score, visible, cfg, Numerics.fp32()), size)
 
     ids = np.asarray(run(choose, masked, jnp.asarray(visible)))
     mask = np.zeros((len(score), count + size + 1), np.uint8)

@@ -1,0 +1,108 @@
+"""Builds our C++ kernels with the system's compiler, once for each machine and jaxlib.
+
+A handler must be built against the headers of the jaxlib that loads it, and for the processor that
+runs it. The library is kept by a hash of all that it depends on, so that a new jaxlib, compiler,
+processor or source makes a new one and two processes never overwrite each other's.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+SOURCE = Path(__file__).with_name("csrc") / "rows.cc"
+COMPILERS = ("c++", "g++", "clang++")
+# No contraction: where a product may join an addition is written in the source.
+FLAGS = ("-O3", "-march=native", "-std=c++17", "-shared", "-fPIC", "-ffp-contract=off")
+
+
+class NoKernelsError(OSError):
+    """The kernels cannot be built or loaded here; the message says why and what mends it."""
+
+
+def find_compiler() -> str:
+    """The first C++ compiler on the path; NoKernelsError where there is none."""
+    for name in COMPILERS:
+        found = shutil.which(name)
+        if found:
+            return found
+    raise NoKernelsError(
+        f"the CPU kernels need a C++ compiler to be built with, and none of {', '.join(COMPILERS)} "
+        'is on the path: install one (Debian: g++), or use the XLA form, Numerics(rows="tiled")'
+    )
+
+
+def cache_folder() -> Path:
+    """Where built libraries are kept: $XDG_CACHE_HOME or ~/.cache."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "deepinfer-jax" / "kernels"
+
+
+def build(include: str, folder: Path | None = None) -> Path:
+    """The built library, made now if `folder` (default: `cache_folder()`) does not hold it.
+
+    include: folder of XLA's headers, `jax.ffi.include_dir()`.
+
+    Raises NoKernelsError where there is no compiler, it fails, or the folder cannot be written.
+    """
+    compiler = find_compiler()
+    folder = cache_folder() if folder is None else folder
+    path = folder / f"rows-{_fingerprint(compiler, include)}.so"
+    if path.exists():
+        return path
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        print("building the CPU kernels, once for this machine", file=sys.stderr, flush=True)
+        with tempfile.TemporaryDirectory(dir=folder) as work:
+            made = Path(work) / path.name
+            _compile([compiler, *FLAGS, "-isystem", include, str(SOURCE), "-o", str(made)])
+            made.replace(path)  # whole or not at all, also where two processes build
+    except NoKernelsError:
+        raise
+    except OSError as error:
+        raise NoKernelsError(
+            f"the CPU kernels could not be built in {folder}: {error}; set XDG_CACHE_HOME to a "
+            "folder that can be written"
+        ) from error
+    return path
+
+
+def _compile(command: list[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise NoKernelsError(
+            f"the CPU kernels do not compile here: {' '.join(command)}\n{done.stderr.strip()}\n"
+            'Use the XLA form, Numerics(rows="tiled"), and report this message'
+        )
+
+
+def _fingerprint(compiler: str, include: str) -> str:
+    """Names everything that the bytes of the library depend on."""
+    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False)
+    api = Path(include, "xla", "ffi", "api")
+    parts = [
+        *(path.read_bytes() for path in sorted(SOURCE.parent.iterdir())),
+        " ".join(FLAGS).encode(),
+        version.stdout.encode(),
+        _processor().encode(),
+        *(path.read_bytes() for path in sorted(api.glob("*.h"))),
+    ]
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(len(part).to_bytes(8, "little") + part)
+    return digest.hexdigest()[:16]
+
+
+def _processor() -> str:
+    """Architecture and instruction sets, which -march=native goes by."""
+    described = Path("/proc/cpuinfo")
+    lines = described.read_text().splitlines() if described.exists() else []
+    wanted = ("model name", "flags", "Features", "CPU part")
+    first = {line.split(":")[0].strip(): line for line in reversed(lines) if ":" in line}
+    return "\n".join([platform.machine(), platform.processor(), *map(str, map(first.get, wanted))])

@@ -1,0 +1,361 @@
+// Kernels of rows for a CPU, as handlers of XLA's typed foreign function interface.
+//
+// What a row gives depends on that row's operands alone: every sum has an order fixed by its length,
+// and neither the number of rows, nor blocking, nor threads enter it.
+
+#include <algorithm>
+#include <cstdint>
+#include <limits>
+#include <type_traits>
+#include <vector>
+
+#include "attention.h"
+#include "buffers.h"
+#include "index.h"
+#include "products.h"
+#include "threads.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace deepinfer {
+namespace {
+
+// x [T, G, K] times w [G * N, K], group by group -> float32 [T, G, N].
+ffi::Error product(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w,
+                   ffi::ResultBuffer<ffi::F32> y) {
+  const auto shape = x.dimensions();
+  if (shape.size() != 3 || w.dimensions().size() != 2 || w.dimensions()[1] != shape[2]) {
+    return refuse("product: x must be [T, G, K] and w [G * N, K]");
+  }
+  const int64_t rows = shape[0], groups = shape[1], k = shape[2];
+  const int64_t columns = groups ? w.dimensions()[0] / groups : 0, width = padded(k);
+  if (rows * groups * columns == 0) return ffi::Error::Success();
+  std::vector<float> wide(rows * groups * width);
+  const bool known = with_floats(x, [&](const auto* p) {
+    for (int64_t g = 0; g < groups; ++g) {
+      unpack(p + g * k, rows, groups * k, k, wide.data() + g * rows * width);
+    }
+  });
+  if (!known) return refuse("product: x must be bfloat16 or float32");
+  // Pieces of rows and columns, so that threads have something to share.
+  constexpr int64_t kHeight = 48, kStrip = 64;
+  const int64_t strips = (columns + kStrip - 1) / kStrip, heights = (rows + kHeight - 1) / kHeight;
+  float* out = y->typed_data();
+  const bool read = with_floats(w, [&](const auto* p) {
+    in_parts(pool, groups * strips * heights, rows * groups * columns * k, [&](int64_t part) {
+      const int64_t g = part / (strips * heights), r = part / strips % heights * kHeight;
+      const int64_t n = part % strips * kStrip;
+      multiply(wide.data() + (g * rows + r) * width, std::min(kHeight, rows - r),
+               p + (g * columns + n) * k, k, std::min(kStrip, columns - n),
+               out + (r * groups + g) * columns + n, groups * columns);
+    });
+  });
+  return read ? ffi::Error::Success() : refuse("product: w must be bfloat16 or float32");
+}
+
+template <class X, class W>
+void tile_of_expert(const X* x, const W* w, int64_t rows, int64_t k, int64_t columns, X* y) {
+  std::vector<float> wide(rows * padded(k)), out(rows * columns);
+  unpack(x, rows, k, k, wide.data());
+  multiply(wide.data(), rows, w, k, columns, out.data(), columns);
+  for (int64_t i = 0; i < rows * columns; ++i) {
+    if constexpr (sizeof(X) == 2) {
+      y[i] = narrow(out[i]);
+    } else {
+      y[i] = out[i];
+    }
+  }
+}
+
+// x [tiles * rows, K] times w [layers, E, N, K] at [layer, expert[tile]], rounded to x's type; of
+// every tile the first `live[tile]` rows only.
+ffi::Error grouped(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w,
+                   ffi::Buffer<ffi::S32> layer, ffi::Buffer<ffi::S32> expert,
+                   ffi::Buffer<ffi::S32> live, ffi::Result<ffi::AnyBuffer> y) {
+  const auto in = x.dimensions(), stack = w.dimensions();
+  if (in.size() != 2 || stack.size() != 4 || in[1] != stack[3]) {
+    return refuse("grouped: x must be [M, K] and w [layers, E, N, K]");
+  }
+  const int64_t tiles = expert.element_count(), rows = tiles ? in[0] / tiles : 0, k = in[1];
+  const int64_t columns = stack[2], one = columns * k, at = layer.typed_data()[0];
+  const int32_t* owner = expert.typed_data();
+  if (at < 0 || at >= stack[0]) return refuse("grouped: layer out of range");
+  const int32_t* count = live.typed_data();
+  int64_t real = 0;
+  for (int64_t t = 0; t < tiles; ++t) {
+    if (count[t] < 0 || count[t] > rows) return refuse("grouped: more rows than a tile has");
+    if (count[t] && (owner[t] < 0 || owner[t] >= stack[1])) {
+      return refuse("grouped: expert out of range");
+    }
+    real += count[t];
+  }
+  bool fits = false;
+  const bool known = with_floats(x, [&](const auto* from) {
+    using X = std::remove_const_t<std::remove_pointer_t<decltype(from)>>;
+    X* to = static_cast<X*>(y->untyped_data());
+    fits = with_floats(w, [&](const auto* weights) {
+      in_parts(pool, tiles, real * one, [&](int64_t t) {
+        if (!count[t]) return;
+        tile_of_expert(from + t * rows * k, weights + (at * stack[1] + owner[t]) * one, count[t], k,
+                       columns, to + t * rows * columns);
+      });
+    });
+  });
+  return known && fits ? ffi::Error::Success()
+                       : refuse("grouped: operands must be bfloat16 or float32");
+}
+
+// q [..., H, K], keys [..., S, K], mask [..., S], sink [..., H] -> float32 [..., H, K].
+ffi::Error attend(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer keys,
+                  ffi::Buffer<ffi::PRED> mask, ffi::Buffer<ffi::F32> sink,
+                  ffi::ResultBuffer<ffi::F32> out, float scale) {
+  const auto shape = q.dimensions(), field = keys.dimensions();
+  const size_t rank = shape.size();
+  if (rank < 2 || field.size() != rank || field[rank - 1] != shape[rank - 1] ||
+      keys.element_type() != q.element_type()) {
+    return refuse("attend: q must be [..., H, K] and keys [..., S, K] of one type");
+  }
+  const Attention a{shape[rank - 2], shape[rank - 1], field[rank - 2], scale,
+                    narrow_type(q.element_type())};
+  const int64_t one = a.heads * a.width, rows = one ? int64_t(q.element_count()) / one : 0;
+  const bool known = with_floats(q, [&](const auto* queries) {
+    const auto* vectors = static_cast<decltype(queries)>(keys.untyped_data());
+    over_rows(pool, a, rows, [&](int64_t r, float* scratch) {
+      const auto* own = vectors + r * a.slots * a.width;
+      int64_t seen = 0;  // keys that the mask leaves, in order
+      for (int64_t s = 0; s < a.slots; ++s) {
+        if (!mask.typed_data()[r * a.slots + s]) continue;
+        unpack(own + s * a.width, 1, a.width, a.width,
+               scratch + a.keys() + seen++ * padded(a.width));
+      }
+      attend_row(a, queries + r * one, seen, sink.typed_data() + r * a.heads, scratch,
+                 out->typed_data() + r * one);
+    });
+  });
+  return known ? ffi::Error::Success() : refuse("attend: operands must be bfloat16 or float32");
+}
+
+// Attention of rows over window and selected entries, read where the cache has them.
+// q [T, H, K], fresh [T, K]: window vectors of this call's rows; ring [layers, B, R, K] as it was
+// before it; entries, source, pages as in `Pages`; first, start [B]: first row and its position of
+// each slot; slot, position, floor [T]; selected [T, S], -1: none; sink [H] -> float32 [T, H, K].
+ffi::Error attend_cache(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer fresh,
+                        ffi::AnyBuffer ring, ffi::Buffer<ffi::S32> layer, ffi::AnyBuffer entries,
+                        ffi::Buffer<ffi::S32> source, ffi::Buffer<ffi::S32> pages,
+                        ffi::Buffer<ffi::S32> first, ffi::Buffer<ffi::S32> start,
+                        ffi::Buffer<ffi::S32> slot, ffi::Buffer<ffi::S32> position,
+                        ffi::Buffer<ffi::S32> floor, ffi::Buffer<ffi::S32> selected,
+                        ffi::Buffer<ffi::F32> sink, ffi::ResultBuffer<ffi::F32> out,
+                        int64_t window, float scale) {
+  const auto shape = q.dimensions(), rings = ring.dimensions();
+  if (shape.size() != 3 || rings.size() != 4 || entries.dimensions().size() != 4 ||
+      rings[3] != shape[2] || entries.dimensions()[3] != shape[2] ||
+      fresh.element_type() != q.element_type() || entries.element_type() != ring.element_type()) {
+    return refuse("attend_cache: q [T, H, K], fresh [T, K], ring and entries [., ., ., K]");
+  }
+  const int64_t picked = selected.dimensions()[1], count = shape[0];
+  const Attention a{shape[1], shape[2], window + picked, scale, narrow_type(q.element_type())};
+  const int64_t one = a.heads * a.width, width = padded(a.width), turns = rings[2];
+  bool fits = false;
+  const bool known = with_floats(q, [&](const auto* queries) {
+    const auto* vectors = static_cast<decltype(queries)>(fresh.untyped_data());
+    fits = with_floats(ring, [&](const auto* old) {
+      const Pages paged(entries, static_cast<decltype(old)>(entries.untyped_data()), source, pages);
+      const int64_t base = layer.typed_data()[0] * rings[1];
+      over_rows(pool, a, count, [&](int64_t r, float* scratch) {
+        const int64_t own = slot.typed_data()[r], last = position.typed_data()[r];
+        const int64_t begun = start.typed_data()[own];
+        float* next = scratch + a.keys();
+        const auto take = [&](const auto* key) {
+          unpack(key, 1, a.width, a.width, next);
+          next += width;
+        };
+        const int64_t from = std::max<int64_t>(
+            {last - window + 1, floor.typed_data()[r], int64_t{0}});
+        for (int64_t at = from; at <= last; ++at) {
+          if (at >= begun) {
+            take(vectors + (first.typed_data()[own] + at - begun) * a.width);
+          } else {
+            take(old + ((base + own) * turns + at % turns) * a.width);
+          }
+        }
+        for (int64_t s = 0; s < picked; ++s) {
+          const int32_t id = selected.typed_data()[r * picked + s];
+          if (id >= 0) take(paged.at(own, id));
+        }
+        attend_row(a, queries + r * one, (next - scratch - a.keys()) / width, sink.typed_data(),
+                   scratch, out->typed_data() + r * one);
+      });
+    });
+  });
+  return known && fits ? ffi::Error::Success()
+                       : refuse("attend_cache: operands must be bfloat16 or float32");
+}
+
+// q [..., H, K], weight [..., H], keys [..., N, K] -> float32 [..., N]: sum over heads, ascending, of
+// relu(q.k) * weight.
+ffi::Error index_scores(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::Buffer<ffi::F32> weight,
+                        ffi::AnyBuffer keys, ffi::ResultBuffer<ffi::F32> out, int64_t rounding) {
+  const auto shape = q.dimensions(), field = keys.dimensions();
+  const size_t rank = shape.size();
+  if (rank < 2 || field.size() != rank || field[rank - 1] != shape[rank - 1]) {
+    return refuse("index_scores: q must be [..., H, K] and keys [..., N, K]");
+  }
+  const int64_t heads = shape[rank - 2], k = shape[rank - 1], count = field[rank - 2];
+  const int64_t one = heads * k, rows = one ? int64_t(q.element_count()) / one : 0;
+  bool fits = false;
+  const bool known = with_floats(q, [&](const auto* queries) {
+    fits = with_floats(keys, [&](const auto* entries) {
+      in_parts(pool, rows, rows * one * count, [&](int64_t r) {
+        std::vector<float> wide(heads * padded(k)), s(heads * count);
+        unpack(queries + r * one, heads, k, k, wide.data());
+        score_row(wide.data(), weight.typed_data() + r * heads, heads, k, entries + r * count * k,
+                  count, rounding, s.data(), out->typed_data() + r * count);
+      });
+    });
+  });
+  return known && fits ? ffi::Error::Success()
+                       : refuse("index_scores: operands must be bfloat16 or float32");
+}
+
+// The same over entries `ids` [T, N] of each row's slot, where the cache has them (see `Pages`);
+// q [T, H, K], weight [T, H], slot, visible [T] -> float32 [T, N], -inf where an id is negative or
+// not below `visible`.
+ffi::Error index_cache(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::Buffer<ffi::F32> weight,
+                       ffi::AnyBuffer entries, ffi::Buffer<ffi::S32> source,
+                       ffi::Buffer<ffi::S32> pages, ffi::Buffer<ffi::S32> slot,
+                       ffi::Buffer<ffi::S32> visible, ffi::Buffer<ffi::S32> ids,
+                       ffi::ResultBuffer<ffi::F32> out, int64_t rounding) {
+  const auto shape = q.dimensions(), field = entries.dimensions();
+  if (shape.size() != 3 || field.size() != 4 || field[3] != shape[2]) {
+    return refuse("index_cache: q must be [T, H, K] and entries [sources, P, size, K]");
+  }
+  const int64_t rows = shape[0], heads = shape[1], k = shape[2], n = ids.dimensions()[1];
+  bool fits = false;
+  const bool known = with_floats(q, [&](const auto* queries) {
+    fits = with_floats(entries, [&](const auto* stored) {
+      const Pages paged(entries, stored, source, pages);
+      in_parts(pool, rows, rows * heads * k * std::min<int64_t>(n, 256), [&](int64_t r) {
+        const int32_t* own = ids.typed_data() + r * n;
+        const int32_t limit = visible.typed_data()[r], of = slot.typed_data()[r];
+        std::vector<int64_t> place;  // of what can be seen
+        for (int64_t i = 0; i < n; ++i) {
+          if (own[i] >= 0 && own[i] < limit) place.push_back(i);
+        }
+        const int64_t seen = place.size(), width = padded(k);
+        std::vector<float> wide(heads * width), keys(seen * width), s(heads * seen), score(seen);
+        unpack(queries + r * heads * k, heads, k, k, wide.data());
+        for (int64_t i = 0; i < seen; ++i) {
+          unpack(paged.at(of, own[place[i]]), 1, k, k, keys.data() + i * width);
+        }
+        score_row(wide.data(), weight.typed_data() + r * heads, heads, width, keys.data(), seen,
+                  rounding, s.data(), score.data());
+        float* to = out->typed_data() + r * n;
+        std::fill(to, to + n, -std::numeric_limits<float>::infinity());
+        for (int64_t i = 0; i < seen; ++i) to[place[i]] = score[i];
+      });
+    });
+  });
+  return known && fits ? ffi::Error::Success()
+                       : refuse("index_cache: operands must be bfloat16 or float32");
+}
+
+// The k largest of x [T, n] in a total order, value and then lower column -> columns [T, k]; -0
+// equals +0.
+ffi::Error best(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::ResultBuffer<ffi::S32> columns) {
+  const int64_t rows = x.dimensions()[0], n = x.dimensions()[1], k = columns->dimensions()[1];
+  if (k > n) return refuse("best: k must be at most n");
+  in_parts(pool, rows, rows * n, [&](int64_t r) {
+    const float* value = x.typed_data() + r * n;
+    int32_t* found = columns->typed_data() + r * k;  // a heap, its worst first
+    const auto better = [&](int32_t a, int32_t b) {
+      return value[a] > value[b] || (value[a] == value[b] && a < b);
+    };
+    int64_t held = 0;
+    for (int64_t i = 0; i < n; ++i) {
+      if (held < k) {
+        found[held++] = int32_t(i);
+        std::push_heap(found, found + held, better);
+      } else if (value[i] > value[found[0]]) {  // a later column never wins a tie
+        std::pop_heap(found, found + k, better);
+        found[k - 1] = int32_t(i);
+        std::push_heap(found, found + k, better);
+      }
+    }
+    std::sort(found, found + held, better);
+  });
+  return ffi::Error::Success();
+}
+
+}  // namespace
+}  // namespace deepinfer
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(deepinfer_product, deepinfer::product,
+                              xla::ffi::Ffi::Bind()
+                                  .Ctx<xla::ffi::ThreadPool>()
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .Ret<xla::ffi::Buffer<xla::ffi::F32>>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(deepinfer_grouped, deepinfer::grouped,
+                              xla::ffi::Ffi::Bind()
+                                  .Ctx<xla::ffi::ThreadPool>()
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .Arg<xla::ffi::Buffer<xla::ffi::S32>>()
+                                  .Arg<xla::ffi::Buffer<xla::ffi::S32>>()
+                                  .Arg<xla::ffi::Buffer<xla::ffi::S32>>()
+                                  .Ret<xla::ffi::AnyBuffer>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(deepinfer_attend, deepinfer::attend,
+                              xla::ffi::Ffi::Bind()
+                                  .Ctx<xla::ffi::ThreadPool>()
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .Arg<xla::ffi::Buffer<xla::ffi::PRED>>()
+                                  .Arg<xla::ffi::Buffer<xla::ffi::F32>>()
+                                  .Ret<xla::ffi::Buffer<xla::ffi::F32>>()
+                                  .Attr<float>("scale"));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(deepinfer_attend_cache, deepinfer::attend_cache,
+                              xla::ffi::Ffi::Bind()
+                                  .Ctx<xla::ffi::ThreadPool>()
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .Arg<xla::ffi::Buffer<xla::ffi::S32>>()
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .Arg<xla::ffi::Buffer<xla::ffi::S32>>()
+                                  .Arg<xla::ffi::Buffer<xla::ffi::S32>>()
+                                  .Arg<xla::ffi::Buffer<xla::ffi::S32>>()
+                                  .Arg<xla::ffi::Buffer<xla::ffi::S32>>()
+                                  .Arg<xla::ffi::Buffer<xla::ffi::S32>>()
+                                  .Arg<xla::ffi::Buffer<xla::ffi::S32>>()
+                                  .Arg<xla::ffi::Buffer<xla::ffi::S32>>()
+                                  .Arg<xla::ffi::Buffer<xla::ffi::S32>>()
+                                  .Arg<xla::ffi::Buffer<xla::ffi::F32>>()
+                                  .Ret<xla::ffi::Buffer<xla::ffi::F32>>()
+                                  .Attr<int64_t>("window")
+                                  .Attr<float>("scale"));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(deepinfer_index_cache, deepinfer::index_cache,
+                              xla::ffi::Ffi::Bind()
+                                  .Ctx<xla::ffi::ThreadPool>()
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .Arg<xla::ffi::Buffer<xla::ffi::F32>>()
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .Arg<xla::ffi::Buffer<xla::ffi::S32>>()
+                                  .Arg<xla::ffi::Buffer<xla::ffi::S32>>()
+                                  .Arg<xla::ffi::Buffer<xla::ffi::S32>>()
+                                  .Arg<xla::ffi::Buffer<xla::ffi::S32>>()
+                                  .Arg<xla::ffi::Buffer<xla::ffi::S32>>()
+                                  .Ret<xla::ffi::Buffer<xla::ffi::F32>>()
+                                  .Attr<int64_t>("rounding"));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(deepinfer_best, deepinfer::best,
+                              xla::ffi::Ffi::Bind()
+                                  .Ctx<xla::ffi::ThreadPool>()
+                                  .Arg<xla::ffi::Buffer<xla::ffi::F32>>()
+                                  .Ret<xla::ffi::Buffer<xla::ffi::S32>>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(deepinfer_index_scores, deepinfer::index_scores,
+                              xla::ffi::Ffi::Bind()
+                                  .Ctx<xla::ffi::ThreadPool>()
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .Arg<xla::ffi::Buffer<xla::ffi::F32>>()
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .Ret<xla::ffi::Buffer<xla::ffi::F32>>()
+                                  .Attr<int64_t>("rounding"));

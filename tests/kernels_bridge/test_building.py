@@ -1,0 +1,66 @@
+"""Building the kernels: what is kept, and what is said where it cannot be done."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+import jax
+import pytest
+
+from kernels_bridge import building
+from kernels_bridge.building import NoKernelsError
+
+
+def put_compiler(monkeypatch, folder: Path, script: str) -> None:
+    """Make `script` the only C++ compiler on the path."""
+    folder.mkdir()
+    path = folder / "c++"
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("PATH", f"{folder}{os.pathsep}/usr/bin{os.pathsep}/bin")
+
+
+COUNTING = """
+for last; do :; done
+[ "$1" = --version ] && { echo one; exit; }
+echo built > "$last"
+echo . >> "$(dirname "$0")/runs"
+"""
+
+
+def test_a_library_is_built_once(monkeypatch, tmp_path):
+    put_compiler(monkeypatch, tmp_path / "bin", COUNTING)
+    first = building.build(jax.ffi.include_dir(), tmp_path / "kept")
+    assert building.build(jax.ffi.include_dir(), tmp_path / "kept") == first
+    assert first.read_text() == "built\n"
+    assert (tmp_path / "bin" / "runs").read_text() == ".\n"
+    assert [path.name for path in (tmp_path / "kept").iterdir()] == [first.name]
+
+
+def test_another_compiler_makes_another_library(monkeypatch, tmp_path):
+    put_compiler(monkeypatch, tmp_path / "bin", COUNTING)
+    first = building.build(jax.ffi.include_dir(), tmp_path / "kept")
+    put_compiler(monkeypatch, tmp_path / "other", COUNTING.replace("echo one", "echo two"))
+    assert building.build(jax.ffi.include_dir(), tmp_path / "kept") != first
+
+
+def test_without_a_compiler_the_message_says_what_to_do(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(NoKernelsError, match=r"install one .*rows=\"tiled\""):
+        building.build(jax.ffi.include_dir(), tmp_path)
+
+
+def test_what_the_compiler_says_is_in_the_message(monkeypatch, tmp_path):
+    put_compiler(monkeypatch, tmp_path / "bin", "echo no such header >&2; exit 1")
+    with pytest.raises(NoKernelsError, match="no such header"):
+        building.build(jax.ffi.include_dir(), tmp_path / "kept")
+    assert not list((tmp_path / "kept").iterdir())
+
+
+def test_a_folder_that_cannot_be_written_is_named(monkeypatch, tmp_path):
+    put_compiler(monkeypatch, tmp_path / "bin", COUNTING)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(NoKernelsError, match=r"could not be built in .*XDG_CACHE_HOME"):
+        building.build(jax.ffi.include_dir(), tmp_path / "file" / "kept")
