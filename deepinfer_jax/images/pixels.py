@@ -34,8 +34,8 @@ class Picture:
         if patches.shape != wanted or patches.dtype != np.float32 or min(wanted) < 1:
             raise ValueError(
                 f"patches must be float32 [height * width, 3, p, p] of a picture of {self.height} "
-                f"x {self.width} patches, got {patches.dtype} {list(patches.shape)}; make them with "
-                "picture_from_array"
+                f"x {self.width} patches, got {patches.dtype} {list(patches.shape)}; make them "
+                "with picture_from_array"
             )
         if (patches.view(np.uint32) & 0xFFFF).any():
             raise ValueError(
