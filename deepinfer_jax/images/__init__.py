@@ -1,6 +1,7 @@
-"""Images: from files to patches, and the places that they take in a prompt."""
+"""Images on their way into a prompt: pixels, features of the tower, spans of rows."""
 
+from deepinfer_jax.images.features import Features
 from deepinfer_jax.images.pixels import Picture
-from deepinfer_jax.images.spans_in_prompt import ImageSpan, span_length
+from deepinfer_jax.images.spans_in_prompt import ImageSpan, grid_of
 
-__all__ = ["ImageSpan", "Picture", "span_length"]
+__all__ = ["Features", "ImageSpan", "Picture", "grid_of"]
