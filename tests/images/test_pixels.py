@@ -80,8 +80,20 @@ def test_the_key_names_the_contents():
     turned = Picture(picture.patches, picture.width, picture.height)
     assert picture.key != turned.key
     assert len(picture.key) == 64
-    with pytest.raises(ValueError, match="read-only"):
-        picture.patches[0] = 0
+    picture.patches[0] = 0  # of a copy
+    assert picture.patches[0].any()
+
+
+def test_patches_from_pixels_are_kept_in_a_quarter_of_their_size():
+    picture = images.picture_from_array(pattern(*FIT), VISION)
+    assert picture.kept.nbytes * 4 == picture.patches.nbytes
+    assert picture == Picture(picture.patches, 3, 6)
+    other = picture.patches
+    other[3, 1, 2, 2] = 2.0  # no level's
+    assert Picture(other, 3, 6).kept.dtype == np.float32
+    assert np.array_equal(Picture(other, 3, 6).patches, other)
+    negative = np.full_like(other, -0.0)
+    assert np.signbit(Picture(negative, 3, 6).patches).all()
 
 
 @pytest.mark.parametrize(
