@@ -116,15 +116,16 @@ def pack(pictures: Sequence[Picture], size: int, cfg: VisionConfig) -> vision.Pa
     angles = [vision.grid_angles(p.height, p.width, cfg) for p in pictures]
     cells = [vision.grid_cells(p.height, p.width, ratio) for p in pictures]
     pixels = [p.patches.reshape(len(p.patches), -1).astype(ml_dtypes.bfloat16) for p in pictures]
+    counts: Any = np.array([len(p.patches) for p in pictures], np.int32)
     return vision.Patches(
         pixels=_side_by_side(pixels, size),
-        counts=np.array([len(p.patches) for p in pictures], np.int32),
+        counts=counts,
         angle=Rotation(
             _side_by_side([a.cos for a in angles], size),
             _side_by_side([a.sin for a in angles], size),
         ),
         cells=_side_by_side(cells, cell_room(size, ratio), -1),
-    )  # pyright: ignore[reportArgumentType]
+    )
 
 
 def _side_by_side(arrays: Sequence[Any], size: int, fill: int = 0) -> Any:
