@@ -23,7 +23,8 @@ from tests.oracle.vision import image_rows
 
 NATIVE, FLOAT32 = Numerics.native(False), Numerics.fp32()
 BOTH = [NATIVE, pytest.param(FLOAT32, marks=pytest.mark.exhaustive)]
-# Two size classes; a single patch, a row of patches, grids with a rest and without one.
+# A single patch, a row of patches, grids with a rest and without one; the last two are of a size
+# class of their own.
 SHAPES = ((1, 1), (7, 5), (8, 8), (1, 23), (5, 7), (9, 16), (11, 7))
 
 
@@ -40,12 +41,16 @@ def test_features_say_what_they_are_of():
     assert made.rows.dtype == jnp.bfloat16
 
 
-@pytest.mark.parametrize("batch", [1, 3, pytest.param(8, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize(
+    ("batch", "shapes"),
+    [(3, SHAPES[:5]), *(pytest.param(b, SHAPES, marks=pytest.mark.exhaustive) for b in (1, 3, 8))],
+    ids=["one size", "two sizes", "two sizes, three at once", "two sizes, all at once"],
+)
 @pytest.mark.parametrize("numerics", BOTH, ids=["bf16", "f32"])
-def test_a_picture_does_not_see_its_neighbours(numerics, batch):
+def test_a_picture_does_not_see_its_neighbours(numerics, batch, shapes):
     """Any number in a call, any order, one of them twice."""
-    order = np.random.default_rng(batch).permutation(len(SHAPES))
-    given = [SHAPES[i] for i in (*order, order[0])]
+    order = np.random.default_rng(batch).permutation(len(shapes))
+    given = [shapes[i] for i in (*order, order[0])]
     made = encode_images(weights(), [picture(*s) for s in given], CFG, numerics, batch=batch)
     for shape, features in zip(given, made, strict=True):
         np.testing.assert_array_equal(bits(features.rows), bits(alone(numerics)[shape]))
