@@ -41,8 +41,8 @@ def encode_images(
       pictures: of the model's patch size, within `max_image_tokens`.
       cfg: the model's.
       numerics: what fixes the bits; `features` are compared by it when they are loaded.
-      batch: most pictures in one call; default 1 on a CPU, which gains nothing by more, and about
-        8,192 patches elsewhere.
+      batch: most pictures in one call; default about 8,192 patches with `rows="pallas"` and 1
+        otherwise, since a CPU gains nothing by more.
 
     Raises:
       ValueError: no tower, a picture of another patch size or too large, a batch below 1.
@@ -153,7 +153,7 @@ def _parts(pictures: list[Picture], most: int) -> Iterator[list[Picture]]:
 
 
 def _usual_batch(size: int, numerics: Numerics) -> int:
-    return 1 if numerics.rows == "tiled" else max(1, _ROWS // size)
+    return max(1, _ROWS // size) if numerics.rows == "pallas" else 1
 
 
 def _check(number: int, picture: Picture, cfg: VisionConfig) -> None:
