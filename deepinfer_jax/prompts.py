@@ -2,7 +2,7 @@
 
 A prompt is a string (one user message), a sequence of message mappings, a sequence of token ids, or
 a mapping, which is also what a line of a prompt file holds: exactly one of `prompt`, `messages`,
-`tokens`, and optionally `id`, `tools`, `schema` and any field of `Options`.
+`tokens`, and optionally `id`, `tools`, `schema`, `images` and any field of `Options`.
 """
 
 from __future__ import annotations
@@ -10,14 +10,16 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import os
 import reprlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from deepinfer_jax import strict_json
+from deepinfer_jax import rendering, strict_json
 from deepinfer_jax.config import ModelConfig
+from deepinfer_jax.images import sources
 from deepinfer_jax.requests import FREE, Options, Request
 from deepinfer_jax.text import Tokenizer
 
@@ -69,11 +71,14 @@ def make_requests(
 
 def make_request(
     prompt: Any, index: int, options: Options, tokenizer: Tokenizer, cfg: ModelConfig,
-    max_length: int, place: str,
+    max_length: int, place: str, folder: str | os.PathLike[str] = ".",
 ) -> Request:  # fmt: skip
-    """The request of prompt number `index`; see `make_requests`, which raises the same."""
+    """The request of prompt number `index`; see `make_requests`, which raises the same.
+
+    folder: where paths of images begin.
+    """
     try:
-        request = _request(prompt, index, options, tokenizer)
+        request = _request(prompt, index, options, tokenizer, cfg, folder)
         _check_tokens(request, cfg, max_length)
     except (TypeError, ValueError) as error:
         kind = TypeError if isinstance(error, TypeError) else ValueError
@@ -101,12 +106,15 @@ def check_name(name: str | int | None, place: str, seen: dict[str, str]) -> None
     seen[str(name)] = place
 
 
-def _request(prompt: Any, index: int, options: Options, tokenizer: Tokenizer) -> Request:
+def _request(
+    prompt: Any, index: int, options: Options, tokenizer: Tokenizer, cfg: ModelConfig,
+    folder: str | os.PathLike[str],
+) -> Request:  # fmt: skip
     given = prompt if isinstance(prompt, Mapping) else {_form(prompt): prompt}
-    unknown = [key for key in given if key not in (*_FORMS, "id", *_CHAT, *_OPTIONS)]
+    known = (*_FORMS, "id", *_CHAT, "images", *_OPTIONS)
+    unknown = [key for key in given if key not in known]
     if unknown:
-        allowed = ", ".join((*_FORMS, "id", *_CHAT, *_OPTIONS))
-        raise ValueError(f"unknown key {reprlib.repr(unknown[0])}; known are {allowed}")
+        raise ValueError(f"unknown key {reprlib.repr(unknown[0])}; known are {', '.join(known)}")
     forms = [form for form in _FORMS if form in given]
     if len(forms) != 1:
         found = f"both {forms[0]!r} and {forms[1]!r}" if forms else "none of them"
@@ -119,9 +127,11 @@ def _request(prompt: Any, index: int, options: Options, tokenizer: Tokenizer) ->
     seed = own.seed if "seed" in given else request_seed(own.seed, name)
     form = forms[0]
     chat = {key: given[key] for key in _CHAT if key in given}
-    tokens = _tokens(form, given[form], chat, own, tokenizer)
-    # Token ids as a tuple: a NumPy array would make `Result.__eq__` ambiguous.
-    return Request(name, tokens if form == "tokens" else given[form], tokens, seed, own, chat)
+    images = sources.listed(given.get("images"))
+    made = rendering.render(form, given[form], images, chat, own, tokenizer, cfg, folder)
+    if made.keys:
+        chat["images"] = list(made.keys)
+    return Request(name, made.prompt, made.tokens, seed, own, chat, made.spans)
 
 
 def _form(prompt: Any) -> str:
@@ -135,37 +145,6 @@ def _form(prompt: Any) -> str:
         "a prompt is a string, a list of messages, a list of token ids, or a mapping with one of "
         f"these as 'prompt', 'messages' or 'tokens'; got {type(prompt).__name__}"
     )
-
-
-def _tokens(
-    form: str, value: Any, chat: Mapping[str, Any], options: Options, tokenizer: Tokenizer
-) -> tuple[int, ...]:
-    if form == "tokens":
-        if chat:
-            raise ValueError(f"{next(iter(chat))!r} needs 'prompt' or 'messages', got 'tokens'")
-        return _token_ids(value)
-    if form == "prompt":
-        if not isinstance(value, str) or not value:
-            raise ValueError(f"prompt must be a non-empty string, got {reprlib.repr(value)}")
-        value = [{"role": "user", "content": value}]
-    if isinstance(value, str | bytes | Mapping) or not isinstance(value, Sequence):
-        raise TypeError(f"messages must be a list of messages, got {reprlib.repr(value)}")
-    for index, message in enumerate(value):
-        if not isinstance(message, Mapping):
-            raise TypeError(f"messages[{index}] must be a mapping, got {reprlib.repr(message)}")
-    return tuple(
-        tokenizer.render_chat(value, thinking=options.thinking, effort=options.effort, **chat)
-    )
-
-
-def _token_ids(value: Any) -> tuple[int, ...]:
-    value = value.tolist() if isinstance(value, np.ndarray) else value
-    if isinstance(value, str | bytes) or not isinstance(value, Sequence) or not value:
-        raise ValueError(f"tokens must be a non-empty list of token ids, got {reprlib.repr(value)}")
-    for token in value:
-        if isinstance(token, bool) or not isinstance(token, int | np.integer):
-            raise TypeError(f"tokens must be integers, got {reprlib.repr(token)}")
-    return tuple(int(token) for token in value)
 
 
 def _check_tokens(request: Request, cfg: ModelConfig, max_length: int) -> None:

@@ -35,6 +35,7 @@ from deepinfer_jax.numerics.experts import (
     map_groups,
     spread,
 )
+from deepinfer_jax.numerics.full import attend_all
 from deepinfer_jax.numerics.mapping import map_rows
 from deepinfer_jax.numerics.products import dot, einsum, group_dot, linear, linear_f32, prepared
 from deepinfer_jax.numerics.scores import attend, attend_cache, index_cache, index_scores
@@ -57,6 +58,7 @@ __all__ = [
     "Groups",
     "Numerics",
     "attend",
+    "attend_all",
     "attend_cache",
     "axis_sum",
     "best",
