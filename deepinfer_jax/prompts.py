@@ -2,7 +2,7 @@
 
 A prompt is a string (one user message), a sequence of message mappings, a sequence of token ids, or
 a mapping, which is also what a line of a prompt file holds: exactly one of `prompt`, `messages`,
-`tokens`, and optionally `id`, `tools`, `schema` and any field of `Options`.
+`tokens`, and optionally `id`, `tools`, `schema`, `images` and any field of `Options`.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import os
 import reprlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -18,8 +19,12 @@ import numpy as np
 
 from deepinfer_jax import strict_json
 from deepinfer_jax.config import ModelConfig
+from deepinfer_jax.images import sources
+from deepinfer_jax.images.features import Features
+from deepinfer_jax.images.pixels import Picture
+from deepinfer_jax.images.spans_in_prompt import place_images
 from deepinfer_jax.requests import FREE, Options, Request
-from deepinfer_jax.text import Tokenizer
+from deepinfer_jax.text import Tokenizer, parts
 
 _FORMS = ("prompt", "messages", "tokens")
 _CHAT = ("tools", "schema")
@@ -69,11 +74,14 @@ def make_requests(
 
 def make_request(
     prompt: Any, index: int, options: Options, tokenizer: Tokenizer, cfg: ModelConfig,
-    max_length: int, place: str,
+    max_length: int, place: str, folder: str | os.PathLike[str] = ".",
 ) -> Request:  # fmt: skip
-    """The request of prompt number `index`; see `make_requests`, which raises the same."""
+    """The request of prompt number `index`; see `make_requests`, which raises the same.
+
+    folder: where paths of images begin.
+    """
     try:
-        request = _request(prompt, index, options, tokenizer)
+        request = _request(prompt, index, options, tokenizer, cfg, folder)
         _check_tokens(request, cfg, max_length)
     except (TypeError, ValueError) as error:
         kind = TypeError if isinstance(error, TypeError) else ValueError
@@ -101,12 +109,15 @@ def check_name(name: str | int | None, place: str, seen: dict[str, str]) -> None
     seen[str(name)] = place
 
 
-def _request(prompt: Any, index: int, options: Options, tokenizer: Tokenizer) -> Request:
+def _request(
+    prompt: Any, index: int, options: Options, tokenizer: Tokenizer, cfg: ModelConfig,
+    folder: str | os.PathLike[str],
+) -> Request:  # fmt: skip
     given = prompt if isinstance(prompt, Mapping) else {_form(prompt): prompt}
-    unknown = [key for key in given if key not in (*_FORMS, "id", *_CHAT, *_OPTIONS)]
+    known = (*_FORMS, "id", *_CHAT, "images", *_OPTIONS)
+    unknown = [key for key in given if key not in known]
     if unknown:
-        allowed = ", ".join((*_FORMS, "id", *_CHAT, *_OPTIONS))
-        raise ValueError(f"unknown key {reprlib.repr(unknown[0])}; known are {allowed}")
+        raise ValueError(f"unknown key {reprlib.repr(unknown[0])}; known are {', '.join(known)}")
     forms = [form for form in _FORMS if form in given]
     if len(forms) != 1:
         found = f"both {forms[0]!r} and {forms[1]!r}" if forms else "none of them"
@@ -119,9 +130,16 @@ def _request(prompt: Any, index: int, options: Options, tokenizer: Tokenizer) ->
     seed = own.seed if "seed" in given else request_seed(own.seed, name)
     form = forms[0]
     chat = {key: given[key] for key in _CHAT if key in given}
-    tokens = _tokens(form, given[form], chat, own, tokenizer)
-    # Token ids as a tuple: a NumPy array would make `Result.__eq__` ambiguous.
-    return Request(name, tokens if form == "tokens" else given[form], tokens, seed, own, chat)
+    beside = sources.listed(given.get("images"))
+    read = _read(form, given[form], beside, chat, own, tokenizer, cfg)
+    pictures = [_picture(*image, cfg, folder) for image in read.images]
+    tokens, spans = read.tokens, ()
+    if cfg.vision is not None and cfg.image_token_id is not None:
+        shown = [pictures[number] for number in read.order]
+        tokens, spans = place_images(tokens, shown, cfg.image_token_id, cfg.vision)
+    if pictures:
+        chat["images"] = [picture.key for picture in pictures]
+    return Request(name, read.prompt, tokens, seed, own, chat, spans)
 
 
 def _form(prompt: Any) -> str:
@@ -137,24 +155,83 @@ def _form(prompt: Any) -> str:
     )
 
 
-def _tokens(
-    form: str, value: Any, chat: Mapping[str, Any], options: Options, tokenizer: Tokenizer
-) -> tuple[int, ...]:
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Read:
+    """A prompt before its images are: token ids, one for each image, and what is to be kept of it.
+
+    images: (place for errors, what was handed in) of each; order: their numbers as they come in
+    the tokens.
+    """
+
+    prompt: Any
+    tokens: tuple[int, ...]
+    images: Sequence[tuple[str, Any]] = ()
+    order: Sequence[int] = ()
+
+
+def _read(
+    form: str, value: Any, beside: Sequence[Any], chat: Mapping[str, Any], options: Options,
+    tokenizer: Tokenizer, cfg: ModelConfig,
+) -> _Read:  # fmt: skip
+    """`beside`: what `images` holds."""
     if form == "tokens":
         if chat:
             raise ValueError(f"{next(iter(chat))!r} needs 'prompt' or 'messages', got 'tokens'")
-        return _token_ids(value)
+        # Token ids as a tuple: a NumPy array would make `Result.__eq__` ambiguous.
+        tokens = _token_ids(value)
+        images = [(f"images[{k}]", image) for k, image in enumerate(beside)]
+        return _Read(tokens, tokens, images, range(len(images)))
+    messages = value
     if form == "prompt":
         if not isinstance(value, str) or not value:
             raise ValueError(f"prompt must be a non-empty string, got {reprlib.repr(value)}")
-        value = [{"role": "user", "content": value}]
-    if isinstance(value, str | bytes | Mapping) or not isinstance(value, Sequence):
-        raise TypeError(f"messages must be a list of messages, got {reprlib.repr(value)}")
-    for index, message in enumerate(value):
+        content = [{"type": "image"}] * len(beside) + [{"type": "text", "text": value}]
+        messages = [{"role": "user", "content": content if beside else value}]
+    if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Sequence):
+        raise TypeError(f"messages must be a list of messages, got {reprlib.repr(messages)}")
+    for index, message in enumerate(messages):
         if not isinstance(message, Mapping):
             raise TypeError(f"messages[{index}] must be a mapping, got {reprlib.repr(message)}")
-    return tuple(
-        tokenizer.render_chat(value, thinking=options.thinking, effort=options.effort, **chat)
+    flat = parts.flatten(messages)
+    images = _filled(flat.images, beside)
+    how: Any = {"thinking": options.thinking, "effort": options.effort, **chat}
+    if not images:
+        return _Read(value, tuple(tokenizer.render_chat(messages, **how)))
+    if cfg.image_token_id is None:
+        raise _sightless(images[0][0])
+    ids, order = tokenizer.render_with_images(flat, cfg.image_token_id, **how)
+    kept = value if form == "prompt" else parts.emptied(messages)
+    return _Read(kept, tuple(ids), images, order)
+
+
+def _filled(shown: Sequence[tuple[str, Any]], beside: Sequence[Any]) -> list[tuple[str, Any]]:
+    """Images of parts; those whose part is empty are taken from `beside`, in order."""
+    empty = sum(image is parts.ELSEWHERE for _, image in shown)
+    if empty != len(beside):
+        raise ValueError(
+            f"the messages have {empty} image parts without an image and `images` has "
+            f"{len(beside)}: give each part its image, or one in `images`"
+        )
+    left = iter([(f"images[{k}]", image) for k, image in enumerate(beside)])
+    return [next(left) if image[1] is parts.ELSEWHERE else image for image in shown]
+
+
+def _picture(
+    place: str, source: Any, cfg: ModelConfig, folder: str | os.PathLike[str]
+) -> Picture | Features:
+    if cfg.vision is None:
+        raise _sightless(place)
+    try:
+        return sources.picture_of(source, cfg.vision, folder)
+    except (TypeError, ValueError) as error:
+        kind = TypeError if isinstance(error, TypeError) else ValueError
+        raise kind(f"{place}: {error}") from None
+
+
+def _sightless(place: str) -> ValueError:
+    return ValueError(
+        f"{place}: the model has no vision tower (`vision_config`) and reads no images: leave them "
+        "out, or take a model that has one"
     )
 
 

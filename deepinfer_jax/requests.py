@@ -10,6 +10,7 @@ from typing import Any, Literal, TypedDict, Unpack
 
 from deepinfer_jax import sampling
 from deepinfer_jax.grammar import Grammar
+from deepinfer_jax.images.spans_in_prompt import ImageSpan
 from deepinfer_jax.text.chat import Effort
 
 FinishReason = Literal["stop", "length"]
@@ -259,7 +260,8 @@ class Request:
     """A prompt as token ids, with the options of its reply and its own noise seed.
 
     `id` names it in results; `prompt` is what the caller gave, token ids as a tuple; `chat` holds
-    the `tools` and `schema` that were rendered with it.
+    the `tools` and `schema` that were rendered with it. `images` are its images in ascending order;
+    every place of their spans carries the model's image token in `tokens`.
     """
 
     id: str | int
@@ -268,6 +270,7 @@ class Request:
     seed: int
     options: Options
     chat: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    images: tuple[ImageSpan, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

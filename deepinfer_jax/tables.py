@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from deepinfer_jax.config import ModelConfig
+from deepinfer_jax.config import ModelConfig, VisionConfig
 
 # Exact float32 bit patterns of the released frequencies (docs/model.md 6): libraries differ in the
 # last bits of the powers, and one unit moves the angle of a far token by up to 0.06 rad.
@@ -82,18 +82,33 @@ def yarn_frequencies(cfg: ModelConfig) -> np.ndarray:
     return (slow * (np.float32(1) - smooth) + frequency * smooth).astype(np.float32)
 
 
+def image_frequencies(vision: VisionConfig) -> np.ndarray:
+    """float32 [K/4] of theta^(-4i/K), K the size of a head of the tower (docs/model.md 12)."""
+    width = vision.hidden_size // vision.num_attention_heads // 2
+    if (width, vision.rope_theta) == (32, 10000.0):
+        return _from_bits(_BASE_BITS)[::2]
+    return _powers(vision.rope_theta, width)
+
+
 def _powers(theta: float, width: int) -> np.ndarray:
     exponent = np.arange(0, width, 2, dtype=np.float32) / np.float32(width)
     return (np.float32(1) / np.power(np.float32(theta), exponent)).astype(np.float32)
 
 
 def rotation(frequency: np.ndarray, length: int) -> Rotation:
-    """float64 cos and sin of the float32 angle, rounded once: no range reduction on a device."""
+    """The rotation of positions below `length`."""
     angle = np.arange(length, dtype=np.float32)[:, None] * frequency[None, :]
+    return jax.tree.map(jnp.asarray, turned_by(angle))
+
+
+def turned_by(angle: np.ndarray) -> Rotation:
+    """float64 cos and sin of a float32 angle, rounded once: no range reduction on a device.
+
+    The arrays stay on the host.
+    """
     wide = angle.astype(np.float64)
-    return Rotation(
-        jnp.asarray(np.cos(wide).astype(np.float32)), jnp.asarray(np.sin(wide).astype(np.float32))
-    )
+    cos, sin = np.cos(wide).astype(np.float32), np.sin(wide).astype(np.float32)
+    return Rotation(cos, sin)  # pyright: ignore[reportArgumentType]
 
 
 def make_tables(cfg: ModelConfig, token_map: np.ndarray | None, length: int) -> Tables:

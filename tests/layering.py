@@ -28,6 +28,7 @@ ORDER = (
     "snapshots",
     "info",
     "model",
+    "images",
     "sampling",
     "rejection",
     "edits",

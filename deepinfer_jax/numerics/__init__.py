@@ -24,6 +24,7 @@ from deepinfer_jax.numerics.experts import (
     map_groups,
     spread,
 )
+from deepinfer_jax.numerics.full import attend_all
 from deepinfer_jax.numerics.mapping import map_rows
 from deepinfer_jax.numerics.products import dot, einsum, group_dot, linear, linear_f32, prepared
 from deepinfer_jax.numerics.scores import attend, index_scores
@@ -45,6 +46,7 @@ __all__ = [
     "Groups",
     "Numerics",
     "attend",
+    "attend_all",
     "axis_sum",
     "collect",
     "dot",

@@ -49,33 +49,35 @@ def dot(x: jax.Array, w: Any, numerics: Numerics) -> jax.Array:
     if numerics.rows != "pallas":
         w = float_weight(w, x.dtype) if isinstance(w, quant.Quantized) else w
         x = x.astype(w.dtype)
-    return cast(jax.Array, _dot(x, w, numerics, "float32"))
+    return cast(jax.Array, _dot(x, w, None, numerics, "float32"))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def _dot(x, w, numerics, dtype):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _dot(x, w, bias, numerics, dtype):
+    """bias: float32 [N], added before the result is rounded to `dtype`; None, or for a kernel."""
     if numerics.rows == "pallas":
-        return kernels.product(x[:, None], w, dtype, numerics.interpret)[:, 0]
+        return kernels.product(x[:, None], w, dtype, numerics.interpret, bias=bias)[:, 0]
     if numerics.rows != "tiled":
         return contract(x, w)
     return _in_tiles(lambda part: contract(part, w), x, w, numerics)
 
 
-def _dot_forward(x, w, numerics, dtype):
-    return _dot(x, w, numerics, dtype), (x, w)
+def _dot_forward(x, w, bias, numerics, dtype):
+    return _dot(x, w, bias, numerics, dtype), (x, w, bias is not None)
 
 
 def _dot_backward(numerics, dtype, saved, g):
-    x, w = saved
+    x, w, biased = saved
+    gb = jnp.sum(g.astype(jnp.float32), axis=0) if biased else None
     if numerics.rows == "dense":
-        return _einsum_backward("tk,nk->tn", saved, g)
+        return *_einsum_backward("tk,nk->tn", (x, w), g), gb
     g = g.astype(jnp.float32)
     wide = float_weight(w, jnp.float32)
     gx = lax.dot_general(g, wide, (((1,), (0,)), ((), ()))).astype(x.dtype)
     if isinstance(w, quant.Quantized):
-        return gx, None
+        return gx, None, gb
     gw = lax.dot_general(g, x.astype(jnp.float32), (((0,), (0,)), ((), ())))
-    return gx, gw.astype(w.dtype)
+    return gx, gw.astype(w.dtype), gb
 
 
 _dot.defvjp(_dot_forward, _dot_backward)
@@ -171,16 +173,22 @@ def _einsum_backward(spec, saved, g):
 _einsum_trained.defvjp(_einsum_forward, _einsum_backward)
 
 
-def linear(x: jax.Array, weight: Any, numerics: Numerics, quantized: bool = False) -> jax.Array:
+def linear(
+    x: jax.Array, weight: Any, numerics: Numerics, quantized: bool = False,
+    bias: jax.Array | None = None,
+) -> jax.Array:  # fmt: skip
     """x [T, K] through a weight leaf [N, K], rounded once to the activation dtype.
 
     `quantized`: the release stores this weight in FP8 or FP4, so its input is quantized to FP8
-    first (`lin8`, `lin4` of docs/model.md 3.3); otherwise `lin16`.
+    first (`lin8`, `lin4` of docs/model.md 3.3); otherwise `lin16`. `bias` [N] is added before the
+    rounding.
     """
+    bias = None if bias is None else bias.astype(jnp.float32)
     if numerics.rows == "pallas":  # rounded where it is made
         x = prepared(x, numerics, quantized)
-        return cast(jax.Array, _dot(x, operand(weight, numerics), numerics, numerics.dtype))
-    return round_to(linear_f32(x, weight, numerics, quantized), numerics.dtype)
+        return cast(jax.Array, _dot(x, operand(weight, numerics), bias, numerics, numerics.dtype))
+    y = linear_f32(x, weight, numerics, quantized)
+    return round_to(y if bias is None else y + bias[None, :], numerics.dtype)
 
 
 def linear_f32(x: jax.Array, weight: Any, numerics: Numerics, quantized: bool = False) -> jax.Array:

@@ -29,11 +29,20 @@ def conversation(
     tools: Iterable[Mapping[str, Any]],
     tool_choice: ToolChoice,
     schema: Mapping[str, Any] | None,
+    mark: str = "",
 ) -> "deepseek_recipe.Conversation":
-    """The recipe's conversation. Raises ValueError for a malformed message or tool."""
+    """The recipe's conversation. Raises ValueError for a malformed message or tool.
+
+    mark: what stands for an image in contents ("": there are none). The recipe calls the images by
+    their numbers, as `path` of its sources.
+    """
     import deepseek_recipe
 
-    turns = [_message(index, message) for index, message in enumerate(_list("messages", messages))]
+    turns, shown = [], 0
+    for index, message in enumerate(_list("messages", messages)):
+        turn = _message(index, message, mark, shown)
+        turns.append(turn)
+        shown += len(turn.image_sources)
     if not turns:
         raise ValueError("messages must not be empty; give at least one user message")
     options: dict[str, Any] = {}
@@ -81,7 +90,8 @@ def _text(place: str, value: Any) -> str | None:
 # -- parts of a conversation -----------------------------------------------------------------------
 
 
-def _message(index: int, given: Any) -> "deepseek_recipe.Message":
+def _message(index: int, given: Any, mark: str, shown: int) -> "deepseek_recipe.Message":
+    """A message; `shown`: images in those before it."""
     import deepseek_recipe
 
     place = f"messages[{index}]"
@@ -91,19 +101,23 @@ def _message(index: int, given: Any) -> "deepseek_recipe.Message":
         raise ValueError(f"{place}.role must be one of {_ROLES}, got {role!r}")
     if content is not None and not isinstance(content, str):
         raise ValueError(
-            f"{place}.content must be a string, got {content!r}; image parts are not rendered here"
+            f"{place}.content must be a string or a list of parts, not empty, got {content!r}"
         )
     content = content or ""
     if role == "assistant":
         return _assistant(place, message, content)
+    if role == "latest_reminder":
+        return deepseek_recipe.LatestReminderMessage(content)
+    numbers = range(shown, shown + content.count(mark)) if mark else ()
+    sources = [deepseek_recipe.BytesImageSource(b"", path=str(number)) for number in numbers]
+    images: Any = {"image_sources": sources, "image_token": mark} if sources else {}
     if role == "tool":
         name = _text(f"{place}.tool_call_id", message.get("tool_call_id"))
-        return deepseek_recipe.ToolMessage(content, name)
+        return deepseek_recipe.ToolMessage(content, name, **images)
     return {
         "system": deepseek_recipe.SystemMessage,
         "user": deepseek_recipe.UserMessage,
-        "latest_reminder": deepseek_recipe.LatestReminderMessage,
-    }[role](content)
+    }[role](content, **images)
 
 
 def _assistant(

@@ -8,7 +8,7 @@ from typing import Any
 
 import tokenizers
 
-from deepinfer_jax.text import chat, decoding
+from deepinfer_jax.text import chat, decoding, parts
 from deepinfer_jax.text.engram_map import TOKENIZER_FILE
 from deepinfer_jax.text.reply import Reply, ReplyParser
 
@@ -80,24 +80,70 @@ class Tokenizer:
         """Ids of the prompt for the next reply, rendered by deepseek-recipe's V4.1 format.
 
         messages: dictionaries with `role` (system, user, assistant, tool, latest_reminder) and
-        `content`; an assistant's may carry `reasoning_content` and `tool_calls`. A tool is its
-        `name`, `description` and `parameters`, bare or under `function`. `effort` is low, high,
-        xhigh or max (default high); `schema` is a JSON schema the reply is told to follow.
+        `content`, a text or a list of parts (`text.parts`) without images; an assistant's may carry
+        `reasoning_content` and `tool_calls`. A tool is its `name`, `description` and `parameters`,
+        bare or under `function`. `effort` is low, high, xhigh or max (default high); `schema` is a
+        JSON schema the reply is told to follow.
         Text in messages, tools and schema stays text; only the grounding marks (ref, box, point,
         polygon) of an assistant's earlier replies are read as the tokens that the model wrote.
         Raises ValueError for a message or tool that is not of this form.
         """
+        flat = parts.flatten(messages)
+        if flat.images:
+            place, _ = flat.images[0]
+            raise ValueError(
+                f"{place} is an image, render_chat renders text: use render_with_images, or "
+                "`generate`, which does"
+            )
         conversation = chat.conversation(
-            messages,
+            flat.messages,
             thinking=thinking,
             effort=effort,
             tools=tools,
             tool_choice=tool_choice,
             schema=schema,
         )
+        self._check_controls()
+        return chat.encoding(self.recipe).encode(conversation)
+
+    def render_with_images(
+        self,
+        flat: parts.Flat,
+        image_token_id: int,
+        *,
+        thinking: bool = True,
+        effort: chat.Effort | None = None,
+        tools: Iterable[Mapping[str, Any]] = (),
+        tool_choice: chat.ToolChoice = "auto",
+        schema: Mapping[str, Any] | None = None,
+    ) -> tuple[list[int], list[int]]:
+        """(ids of the prompt, numbers of its images in their order there), as `render_chat`.
+
+        Every image of `flat` is one `image_token_id` in the ids. The order is another than in the
+        messages where the format sorts results of tools. Raises ValueError as `render_chat`.
+        """
+        conversation = chat.conversation(
+            flat.messages,
+            thinking=thinking,
+            effort=effort,
+            tools=tools,
+            tool_choice=tool_choice,
+            schema=schema,
+            mark=flat.mark,
+        )
+        self._check_controls()
+        rendered = chat.encoding(self.recipe).render_conversation(conversation)
+        ids, end = [], 0
+        for start, stop in rendered.special_ranges:
+            ids += self.encode_user(rendered.prompt[end:start])
+            spelling, end = rendered.prompt[start:stop], stop
+            ids.append(image_token_id if spelling == flat.mark else self.control_id(spelling))
+        ids += self.encode_user(rendered.prompt[end:])
+        return ids, [int(source.path) for source in rendered.image_sources]
+
+    def _check_controls(self) -> None:
         for spelling in chat.REQUIRED:
             self.control_id(spelling)
-        return chat.encoding(self.recipe).encode(conversation)
 
     def parse_reply(self, ids: Sequence[int], *, thinking: bool = True) -> Reply:
         """Reasoning, content and tool calls of a whole reply."""

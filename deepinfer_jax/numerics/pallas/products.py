@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
@@ -34,9 +35,10 @@ def _place(number: Any, row_tiles: int, column_tiles: int) -> tuple[Any, Any]:
     return first + number % band % height, number % band // height
 
 
-def _kernel(x_ref, *refs, kind, pieces, parts, how, row_tiles, column_tiles):
+def _kernel(x_ref, *refs, kind, pieces, parts, how, row_tiles, column_tiles, biased):
     """One tile of one group's (or one part's) product; x [M, G, K], weight [G * N, K]."""
     *weights, out_ref = refs
+    bias_ref = weights.pop() if biased else None
     m, _, k = x_ref.shape
     n = out_ref.shape[-1]
     i, j = _place(pl.program_id(0), row_tiles, column_tiles)
@@ -70,6 +72,11 @@ def _kernel(x_ref, *refs, kind, pieces, parts, how, row_tiles, column_tiles):
         total = total.T if how.turned else total
     else:
         p, total = None, walk.whole(x, w, k, parts, pieces, how)
+        if bias_ref is not None:
+            column = lax.iota(jnp.int32, how.columns)
+            at = bias_ref.at[pl.ds(base, how.columns)]
+            inside = j * how.columns + column < n
+            total = total + triton.load(at, mask=inside, other=np.float32(0))[None, :]
     rows, columns = pl.ds(first, how.rows), pl.ds(j * how.columns, how.columns)
     inside = (row < m)[:, None] & (j * how.columns + lax.iota(jnp.int32, how.columns) < n)[None, :]
     where = (rows, group, columns) if p is None else (p, rows, group, columns)
@@ -99,11 +106,12 @@ def _is_exact(x: jax.Array, weight: Any) -> bool:
 
 def product(
     x: jax.Array, weight: Any, dtype: Any, interpret: bool, how: Schedule | None = None,
-    apart: bool | None = None,
+    apart: bool | None = None, bias: jax.Array | None = None,
 ) -> jax.Array:  # fmt: skip
     """x [M, G, K] times weight [G * N, K], group by group -> [M, G, N], rounded once to `dtype`.
 
-    x is bfloat16 or float32; the weight is a `quant.Quantized`, an array of x's dtype, or float32.
+    x is bfloat16 or float32; the weight is a `quant.Quantized`, an array of x's dtype, or float32;
+    `bias` is float32 [G * N], added before the rounding.
     `how` replaces the schedule, `apart` says whether every part of K has a program of its own;
     neither changes a bit.
     """
@@ -119,7 +127,11 @@ def product(
     kernel = functools.partial(
         _kernel, kind=stored.storage(weight), pieces=3 if _is_exact(x, weight) else 1, parts=parts,
         how=how, row_tiles=row_tiles, column_tiles=column_tiles,
+        biased=bias is not None and not apart,
     )  # fmt: skip
+    arrays = stored.arrays(weight)
+    if bias is not None and not apart:
+        arrays.append(bias)
     y = pl.pallas_call(
         kernel,
         grid=(row_tiles * column_tiles, groups, parts if apart else 1),
@@ -127,5 +139,8 @@ def product(
         compiler_params=triton.CompilerParams(num_warps=how.warps, num_stages=how.stages),
         interpret=interpret,
         name="product",
-    )(x, *stored.arrays(weight))
-    return round_to(functools.reduce(jnp.add, list(y)), dtype) if apart else y
+    )(x, *arrays)
+    if not apart:
+        return y
+    total = functools.reduce(jnp.add, list(y))
+    return round_to(total if bias is None else total + bias.reshape(1, groups, n), dtype)

@@ -14,7 +14,7 @@ from jax.experimental.pallas import triton
 _LEAST = 16  # smallest side of a product on tensor cores
 
 
-def _power(size: int) -> int:
+def power(size: int) -> int:
     return max(_LEAST, pl.next_power_of_2(size))
 
 
@@ -27,7 +27,7 @@ def _block(ref, first, rows, width):
     )
 
 
-def _dot(a, b, trans_b=False):
+def dot(a, b, trans_b=False):
     precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
     return triton.dot(a, b, trans_b=trans_b, precision=precision)
 
@@ -36,7 +36,7 @@ def _scores(q_ref, keys_ref, out_ref, *, scale, heads, slots, width):
     """q . k * scale of some heads and slots."""
     head, slot = pl.program_id(0) * heads, pl.program_id(1) * slots
     q = _block(q_ref, head, heads, width)
-    s = _dot(q, _block(keys_ref, slot, slots, width), trans_b=True) * np.float32(scale)
+    s = dot(q, _block(keys_ref, slot, slots, width), trans_b=True) * np.float32(scale)
     row, column = head + lax.iota(jnp.int32, heads), slot + lax.iota(jnp.int32, slots)
     inside = (row < out_ref.shape[0])[:, None] & (column < out_ref.shape[1])[None, :]
     triton.store(out_ref.at[pl.ds(head, heads), pl.ds(slot, slots)], s, mask=inside)
@@ -73,7 +73,7 @@ def _values(s_ref, keys_ref, mask_ref, sink_ref, out_ref, *, heads, slots, colum
             mask=(b * slots + number < count)[:, None] & inner,
             other=jnp.zeros((), keys_ref.dtype),
         )
-        return z + jnp.sum(p, axis=1), value + _dot(p.astype(keys.dtype), keys)
+        return z + jnp.sum(p, axis=1), value + dot(p.astype(keys.dtype), keys)
 
     zero = jnp.zeros((heads,), jnp.float32), jnp.zeros((heads, columns), jnp.float32)
     z, value = lax.fori_loop(0, blocks, add, zero)
@@ -93,16 +93,16 @@ def attend(
     (h, k), count = q.shape, keys.shape[0]
     wide = q.dtype == jnp.bfloat16
     heads, slots = (64, 64) if wide else (16, 16)
-    heads = min(heads, _power(h))
+    heads = min(heads, power(h))
     s = pl.pallas_call(
-        functools.partial(_scores, scale=scale, heads=heads, slots=slots, width=_power(k)),
+        functools.partial(_scores, scale=scale, heads=heads, slots=slots, width=power(k)),
         grid=(pl.cdiv(h, heads), pl.cdiv(count, slots)),
         out_shape=jax.ShapeDtypeStruct((h, count), jnp.float32),
         compiler_params=triton.CompilerParams(num_warps=4, num_stages=1),
         interpret=interpret,
         name="attention_scores",
     )(q, keys)
-    heads, columns = min(64 if wide else 16, _power(h)), min(128 if wide else 16, _power(k))
+    heads, columns = min(64 if wide else 16, power(h)), min(128 if wide else 16, power(k))
     return pl.pallas_call(
         functools.partial(_values, heads=heads, slots=slots, columns=columns),
         grid=(pl.cdiv(h, heads), pl.cdiv(k, columns)),
@@ -120,7 +120,7 @@ def _index(q_ref, weight_ref, keys_ref, out_ref, *, heads, keys, width, rounding
     weight = triton.load(
         weight_ref.at[pl.ds(0, heads)], mask=head < q_ref.shape[0], other=np.float32(0)
     )
-    s = _dot(q, _block(keys_ref, first, keys, width), trans_b=True)
+    s = dot(q, _block(keys_ref, first, keys, width), trans_b=True)
     if rounding == "reference":
         s = s.astype(jnp.bfloat16).astype(jnp.float32)
     term = jnp.maximum(s, 0) * weight[:, None]
@@ -142,7 +142,7 @@ def index_scores(
     """
     block = 64 if q.dtype == jnp.bfloat16 else 16
     kernel = functools.partial(
-        _index, heads=_power(q.shape[0]), keys=block, width=_power(q.shape[1]), rounding=rounding
+        _index, heads=power(q.shape[0]), keys=block, width=power(q.shape[1]), rounding=rounding
     )
     return pl.pallas_call(
         kernel,
