@@ -24,8 +24,8 @@ def generate(
     """One reply to each prompt, in order.
 
     A prompt is a string (one user message), a list of messages, a list of token ids, or a mapping
-    with one of these as `prompt`, `messages` or `tokens` and any of its own `id`, `tools`, `schema`
-    and options.
+    with one of these as `prompt`, `messages` or `tokens` and any of its own `id`, `tools`,
+    `schema`, `images` (docs/images.md 2) and options.
 
     A reply depends on the model, its own prompt, options and noise seed, bit for bit, and not on
     the other prompts or the batch. The noise seed is derived from `seed` and the prompt's id, by

@@ -17,14 +17,11 @@ from typing import Any
 
 import numpy as np
 
-from deepinfer_jax import strict_json
+from deepinfer_jax import rendering, strict_json
 from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.images import sources
-from deepinfer_jax.images.features import Features
-from deepinfer_jax.images.pixels import Picture
-from deepinfer_jax.images.spans_in_prompt import place_images
 from deepinfer_jax.requests import FREE, Options, Request
-from deepinfer_jax.text import Tokenizer, parts
+from deepinfer_jax.text import Tokenizer
 
 _FORMS = ("prompt", "messages", "tokens")
 _CHAT = ("tools", "schema")
@@ -130,16 +127,11 @@ def _request(
     seed = own.seed if "seed" in given else request_seed(own.seed, name)
     form = forms[0]
     chat = {key: given[key] for key in _CHAT if key in given}
-    beside = sources.listed(given.get("images"))
-    read = _read(form, given[form], beside, chat, own, tokenizer, cfg)
-    pictures = [_picture(*image, cfg, folder) for image in read.images]
-    tokens, spans = read.tokens, ()
-    if cfg.vision is not None and cfg.image_token_id is not None:
-        shown = [pictures[number] for number in read.order]
-        tokens, spans = place_images(tokens, shown, cfg.image_token_id, cfg.vision)
-    if pictures:
-        chat["images"] = [picture.key for picture in pictures]
-    return Request(name, read.prompt, tokens, seed, own, chat, spans)
+    images = sources.listed(given.get("images"))
+    made = rendering.render(form, given[form], images, chat, own, tokenizer, cfg, folder)
+    if made.keys:
+        chat["images"] = list(made.keys)
+    return Request(name, made.prompt, made.tokens, seed, own, chat, made.spans)
 
 
 def _form(prompt: Any) -> str:
@@ -153,96 +145,6 @@ def _form(prompt: Any) -> str:
         "a prompt is a string, a list of messages, a list of token ids, or a mapping with one of "
         f"these as 'prompt', 'messages' or 'tokens'; got {type(prompt).__name__}"
     )
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Read:
-    """A prompt before its images are: token ids, one for each image, and what is to be kept of it.
-
-    images: (place for errors, what was handed in) of each; order: their numbers as they come in
-    the tokens.
-    """
-
-    prompt: Any
-    tokens: tuple[int, ...]
-    images: Sequence[tuple[str, Any]] = ()
-    order: Sequence[int] = ()
-
-
-def _read(
-    form: str, value: Any, beside: Sequence[Any], chat: Mapping[str, Any], options: Options,
-    tokenizer: Tokenizer, cfg: ModelConfig,
-) -> _Read:  # fmt: skip
-    """`beside`: what `images` holds."""
-    if form == "tokens":
-        if chat:
-            raise ValueError(f"{next(iter(chat))!r} needs 'prompt' or 'messages', got 'tokens'")
-        # Token ids as a tuple: a NumPy array would make `Result.__eq__` ambiguous.
-        tokens = _token_ids(value)
-        images = [(f"images[{k}]", image) for k, image in enumerate(beside)]
-        return _Read(tokens, tokens, images, range(len(images)))
-    messages = value
-    if form == "prompt":
-        if not isinstance(value, str) or not value:
-            raise ValueError(f"prompt must be a non-empty string, got {reprlib.repr(value)}")
-        content = [{"type": "image"}] * len(beside) + [{"type": "text", "text": value}]
-        messages = [{"role": "user", "content": content if beside else value}]
-    if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Sequence):
-        raise TypeError(f"messages must be a list of messages, got {reprlib.repr(messages)}")
-    for index, message in enumerate(messages):
-        if not isinstance(message, Mapping):
-            raise TypeError(f"messages[{index}] must be a mapping, got {reprlib.repr(message)}")
-    flat = parts.flatten(messages)
-    images = _filled(flat.images, beside)
-    how: Any = {"thinking": options.thinking, "effort": options.effort, **chat}
-    if not images:
-        return _Read(value, tuple(tokenizer.render_chat(messages, **how)))
-    if cfg.image_token_id is None:
-        raise _sightless(images[0][0])
-    ids, order = tokenizer.render_with_images(flat, cfg.image_token_id, **how)
-    kept = value if form == "prompt" else parts.emptied(messages)
-    return _Read(kept, tuple(ids), images, order)
-
-
-def _filled(shown: Sequence[tuple[str, Any]], beside: Sequence[Any]) -> list[tuple[str, Any]]:
-    """Images of parts; those whose part is empty are taken from `beside`, in order."""
-    empty = sum(image is parts.ELSEWHERE for _, image in shown)
-    if empty != len(beside):
-        raise ValueError(
-            f"the messages have {empty} image parts without an image and `images` has "
-            f"{len(beside)}: give each part its image, or one in `images`"
-        )
-    left = iter([(f"images[{k}]", image) for k, image in enumerate(beside)])
-    return [next(left) if image[1] is parts.ELSEWHERE else image for image in shown]
-
-
-def _picture(
-    place: str, source: Any, cfg: ModelConfig, folder: str | os.PathLike[str]
-) -> Picture | Features:
-    if cfg.vision is None:
-        raise _sightless(place)
-    try:
-        return sources.picture_of(source, cfg.vision, folder)
-    except (TypeError, ValueError) as error:
-        kind = TypeError if isinstance(error, TypeError) else ValueError
-        raise kind(f"{place}: {error}") from None
-
-
-def _sightless(place: str) -> ValueError:
-    return ValueError(
-        f"{place}: the model has no vision tower (`vision_config`) and reads no images: leave them "
-        "out, or take a model that has one"
-    )
-
-
-def _token_ids(value: Any) -> tuple[int, ...]:
-    value = value.tolist() if isinstance(value, np.ndarray) else value
-    if isinstance(value, str | bytes) or not isinstance(value, Sequence) or not value:
-        raise ValueError(f"tokens must be a non-empty list of token ids, got {reprlib.repr(value)}")
-    for token in value:
-        if isinstance(token, bool) or not isinstance(token, int | np.integer):
-            raise TypeError(f"tokens must be integers, got {reprlib.repr(token)}")
-    return tuple(int(token) for token in value)
 
 
 def _check_tokens(request: Request, cfg: ModelConfig, max_length: int) -> None:

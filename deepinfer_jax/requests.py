@@ -259,9 +259,10 @@ def _integer(name: str, value: object, low: int, end: int) -> None:
 class Request:
     """A prompt as token ids, with the options of its reply and its own noise seed.
 
-    `id` names it in results; `prompt` is what the caller gave, token ids as a tuple; `chat` holds
-    the `tools` and `schema` that were rendered with it. `images` are its images in ascending order;
-    every place of their spans carries the model's image token in `tokens`.
+    `id` names it in results; `prompt` is what the caller gave, token ids as a tuple, parts of
+    messages without their images; `chat` holds the `tools` and `schema` that were rendered with it
+    and, as `images`, the keys of its images in the order given. `images` are they in ascending
+    order; every place of their spans carries the model's image token in `tokens`.
     """
 
     id: str | int

@@ -41,6 +41,7 @@ ORDER = (
     "loading",
     "scoring",
     "requests",
+    "rendering",
     "prompts",
     "transcript",
     "engine",

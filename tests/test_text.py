@@ -142,7 +142,8 @@ def test_a_schema_stands_in_the_system_text():
     [
         ([], [], "messages must not be empty"),
         ([{"role": "robot", "content": "x"}], [], r"messages\[0\]\.role must be one of"),
-        ([{"role": "user", "content": ["x"]}], [], r"messages\[0\]\.content must be a string"),
+        ([{"role": "user", "content": []}], [], r"messages\[0\]\.content must be a string or"),
+        ([{"role": "user", "content": ["x"]}], [], r"messages\[0\]\.content\[0\] must be a mapp"),
         ([{"role": "assistant", "tool_calls": [{}]}], [], r"tool_calls\[0\] needs a name"),
         ([{"role": "user", "content": "x"}], [{}], r"tools\[0\] needs a name"),
     ],

@@ -26,7 +26,8 @@ _REPLIES = textwrap.fill(
 )
 _PROMPTS = """\
 A prompt file has one JSON object per line: {"prompt": TEXT}, {"messages": [...]} or
-{"tokens": [...]}, and optionally "id", "tools", "schema" and any option of the reply below as
+{"tokens": [...]}, and optionally "id", "tools", "schema", "images" (a list of paths, relative to
+the file, or of data:image/png;base64,...) and any option of the reply below as
 "max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids",
 "thinking", "effort", "grammar", "min_tokens", "ignore_eos", "presence_penalty",
 "frequency_penalty", "repetition_penalty", "logit_bias", "allowed_token_ids", "banned_token_ids",
@@ -55,6 +56,8 @@ def add_command(commands: Any) -> None:
     parser.set_defaults(run=run)
     add = parser.add_argument
     add("prompt", nargs="*", metavar="PROMPT", help="text of a user message")
+    add("--image", action="append", metavar="FILE", help="PNG, JPEG or WebP file that every PROMPT "
+        "is about; may be repeated")  # fmt: skip
     add("--prompts", metavar="FILE", help="JSON Lines file of prompts, - for standard input")
     add_options(parser)
     parser.add_argument("--out", type=Path, metavar="FILE", help="write JSON Lines to FILE")

@@ -7,6 +7,7 @@ import dataclasses
 import io
 import sys
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from deepinfer_jax.cli.refusal import Refused
@@ -68,8 +69,12 @@ def read_prompts(args: argparse.Namespace) -> list[Given]:
     """The prompts. Raises Refused for a file that cannot be read or has none."""
     if bool(args.prompt) == (args.prompts is not None):
         raise Refused("give PROMPT arguments or --prompts FILE, one of the two")
+    if args.image and not args.prompt:
+        raise Refused("--image goes with PROMPT arguments; a prompt file names its own `images`")
     if args.prompt:
-        return [Given(f"PROMPT {i}", text) for i, text in enumerate(args.prompt, 1)]
+        images = {"images": args.image} if args.image else {}
+        given = [{"prompt": text, **images} if images else text for text in args.prompt]
+        return [Given(f"PROMPT {i}", prompt) for i, prompt in enumerate(given, 1)]
     try:
         if args.prompts == "-":
             reconfigure(sys.stdin, encoding="utf-8-sig", errors="surrogateescape")
@@ -112,6 +117,7 @@ def make_requests(
     made: dict[int, Request | Bad] = {}
     seen: dict[str, str] = {}
     chosen = shard.indices(len(given))
+    folder = "." if args.prompts in (None, "-") else Path(args.prompts).parent
     for index, each in enumerate(given):
         name = None if each.reason else prompts.prompt_name(each.value, index)
         try:
@@ -121,7 +127,7 @@ def make_requests(
             prompts.check_name(name, each.place, seen)
             if index in chosen:
                 made[index] = prompts.make_request(
-                    each.value, index, options, tokenizer, cfg, length, each.place
+                    each.value, index, options, tokenizer, cfg, length, each.place, folder
                 )
         except (TypeError, ValueError) as error:
             if index in chosen:

@@ -41,7 +41,8 @@ OPTIONAL = {"timing"}  # keys that a line may lack
 def asked(request: Request, model: str) -> dict[str, Any]:
     """What a reply was asked for, as it stands on its line: all that the reply depends on.
 
-    options: the fields of `Options` but the seed, and `tools` and `schema` where they were given.
+    options: the fields of `Options` but the seed, and `tools`, `schema` and the keys of `images`
+    where they were given.
     Fields after `grammar` are left out where they have their defaults, so that files of earlier
     versions are taken up again.
     seed: the noise seed.

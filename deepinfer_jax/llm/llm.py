@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from deepinfer_jax import generation, loading, prompts
+from deepinfer_jax.config import VisionConfig
+from deepinfer_jax.images.spans_in_prompt import without_spans
 from deepinfer_jax.llm import replies
 from deepinfer_jax.llm.outputs import RequestOutput
 from deepinfer_jax.llm.parameters import SamplingParams, sample_seed
@@ -80,7 +82,9 @@ class LLM:
 
         Args:
           prompts: one or many. A prompt is a text, read behind the begin token; a list of token
-            ids, read as it is; or a mapping with one of them as `prompt` or `prompt_token_ids`.
+            ids, read as it is; or a mapping with one of them as `prompt` or `prompt_token_ids`, and
+            optionally `multi_modal_data`, {"image": an image or a list of them}, where the prompt
+            has one image token for each (docs/images.md 2).
           sampling_params: one for all, or one for each; default `SamplingParams()`. A seed in the
             one for all is that of every prompt: equal prompts then have equal replies.
           markup: control tokens spelled in texts are control tokens, as in what a chat template
@@ -99,7 +103,7 @@ class LLM:
         many = [prompts] if _is_one(prompts) else list(prompts)
         given = [self._read(prompt, f"prompts[{i}]", markup) for i, prompt in enumerate(many)]
         texts = [text for text, _ in given]
-        asked = [{"tokens": tokens} for _, tokens in given]
+        asked = [prompt for _, prompt in given]
         return self._run(asked, texts, sampling_params, "prompts", Options(), use_tqdm)
 
     def chat(
@@ -116,7 +120,8 @@ class LLM:
         """Reply to one conversation or to many, rendered in the model's chat format.
 
         Args:
-          messages: a list of messages, or a list of such lists (`Tokenizer.render_chat`).
+          messages: a list of messages, or a list of such lists (`Tokenizer.render_chat`); their
+            contents may have image parts (docs/images.md 2).
           tools, schema, thinking, effort: rendered with every conversation.
           sampling_params, use_tqdm: as in `generate`, and so are results and errors.
         """
@@ -128,15 +133,17 @@ class LLM:
         chat = Options(thinking=thinking, effort=effort)
         return self._run(asked, [None] * len(many), sampling_params, "messages", chat, use_tqdm)
 
-    def _read(self, prompt: Any, place: str, markup: bool) -> tuple[str | None, Any]:
-        """(the text or None, token ids) of one prompt."""
+    def _read(self, prompt: Any, place: str, markup: bool) -> tuple[str | None, dict[str, Any]]:
+        """(the text or None, what `make_requests` takes) of one prompt."""
+        images: dict[str, Any] = {}
         if isinstance(prompt, Mapping):
             forms = [key for key in prompt if key in ("prompt", "prompt_token_ids")]
-            if len(prompt) != 1 or not forms:
+            if len(forms) != 1 or set(prompt) - {*forms, "multi_modal_data"}:
                 raise ValueError(
-                    f"{place} must have one key, 'prompt' or 'prompt_token_ids', got "
-                    f"{reprlib.repr(sorted(map(str, prompt)))}"
+                    f"{place} must have one key, 'prompt' or 'prompt_token_ids', and may have "
+                    f"'multi_modal_data', got {reprlib.repr(sorted(map(str, prompt)))}"
                 )
+            images = _images(prompt.get("multi_modal_data"), place)
             prompt = prompt[forms[0]]
             if (forms[0] == "prompt") != isinstance(prompt, str):
                 raise TypeError(
@@ -144,7 +151,7 @@ class LLM:
                     f"{forms[0]!r} with {reprlib.repr(prompt)}"
                 )
         if not isinstance(prompt, str):
-            return None, prompt
+            return None, {"tokens": prompt, **images}
         if not prompt:
             raise ValueError(
                 f"{place} is an empty text; give [{self.tokenizer.bos}], the begin token, to start "
@@ -152,7 +159,7 @@ class LLM:
             )
         ids = self.tokenizer.encode_markup(prompt) if markup else self.tokenizer.encode_user(prompt)
         begun = markup and ids[0] == self.tokenizer.bos
-        return prompt, ids if begun else [self.tokenizer.bos, *ids]
+        return prompt, {"tokens": ids if begun else [self.tokenizer.bos, *ids], **images}
 
     def _run(
         self, asked: Sequence[Mapping[str, Any]], texts: Sequence[str | None], given: Any,
@@ -224,8 +231,9 @@ class LLM:
             dataclasses.replace(first, id=f"{name}/{k}", seed=sample_seed(seed, k))
             for k in range(params.n)
         )  # fmt: skip
+        _check_scores(first, params, place)
         if "messages" in prompt:
-            text = self.tokenizer.decode(first.tokens)
+            text = self.tokenizer.decode(_shown(first, self.model.cfg.vision))
         return Asked(text, params, samples)
 
     def _request(self, prompt: Mapping[str, Any], options: Options, place: str) -> Request:
@@ -257,6 +265,34 @@ class LLM:
             if bar is not None:
                 bar.close()
         return results, failed
+
+
+def _images(given: Any, place: str) -> dict[str, Any]:
+    """Of `multi_modal_data`, by the name that `make_requests` has for them."""
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping) or set(given) != {"image"}:
+        raise ValueError(
+            f"{place}: multi_modal_data must be {{'image': an image or a list of them}}, got "
+            f"{reprlib.repr(given)}"
+        )
+    return {"images": given["image"]}
+
+
+def _check_scores(request: Request, params: SamplingParams, place: str) -> None:
+    """Raise ValueError where a scoring pass would be needed that sees no images."""
+    names = ("prompt_logprobs", "top_logprobs", "return_routed_experts")
+    asked = [name for name in names if getattr(params, name)]
+    if request.images and asked:
+        raise ValueError(
+            f"{place}: {asked[0]} is computed for prompts without images only, this one has "
+            f"{len(request.images)}: leave it out; `logprobs` of a reply are there without it"
+        )
+
+
+def _shown(request: Request, vision: VisionConfig | None) -> Sequence[int]:
+    """Token ids of a prompt, one for each image."""
+    return without_spans(request.tokens, request.images, vision) if vision else request.tokens
 
 
 def _is_one(prompts: Any) -> bool:

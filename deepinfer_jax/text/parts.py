@@ -103,7 +103,8 @@ def _part(place: str, given: Any) -> str | tuple[str, Any]:
     unknown = [key for key in given if key not in ("type", _TYPES[kind])]
     if unknown:
         raise ValueError(
-            f"{place} has the unknown key {reprlib.repr(unknown[0])}; beside 'type' it may have {kind!r}"
+            f"{place} has the unknown key {reprlib.repr(unknown[0])}; beside 'type' it may have "
+            f"{kind!r}"
         )
     value = given.get(kind)
     if kind == "image":
