@@ -82,9 +82,9 @@ class Limits:
             if span.length > self.longest_span:
                 beside = f" less {self.slots} for slots that decode" if self.mixed else ""
                 raise ValueError(
-                    f"job {job.id!r} has a span of {span.length} tokens at {span.start} that must "
-                    f"be computed at once, a step has {self.rows} rows{beside} = "
-                    f"{self.longest_span}; shorten the span or raise Limits.rows"
+                    f"job {job.id!r} has an image of {span.length} tokens at {span.start}, which "
+                    f"are computed at once; a step has {self.rows} rows{beside} = "
+                    f"{self.longest_span}: show a smaller image or raise Limits.rows"
                 )
 
 

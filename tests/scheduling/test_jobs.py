@@ -74,8 +74,8 @@ def test_what_never_fits_is_refused_with_the_arithmetic():
 def test_a_span_that_no_step_can_hold_is_refused_with_the_arithmetic():
     job = Job("a", (1,) * 12, 3, spans=(Span(1, 3, b""), Span(2 + 2, 8, b"")))
     dataclasses.replace(LIMITS, rows=10).check(job)
-    with pytest.raises(ValueError, match=r"8 tokens at 4 .* 9 rows less 2 for .* = 7; shorten"):
+    with pytest.raises(ValueError, match=r"8 tokens at 4, .* 9 rows less 2 for .* = 7: show"):
         dataclasses.replace(LIMITS, rows=9).check(job)
     dataclasses.replace(LIMITS, rows=8, mixed=False).check(job)
-    with pytest.raises(ValueError, match=r"8 tokens .* a step has 7 rows = 7; shorten the span or"):
+    with pytest.raises(ValueError, match=r"8 tokens .* a step has 7 rows = 7: show a smaller"):
         dataclasses.replace(LIMITS, rows=7, mixed=False).check(job)

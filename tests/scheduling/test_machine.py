@@ -111,7 +111,7 @@ class Machine(RuleBasedStateMachine):
             return
         room = self.limits.rows - (self.limits.slots if self.limits.mixed else 0)
         if any(span.length > room for span in spans):
-            with pytest.raises(ValueError, match=f" = {room}; shorten the span"):
+            with pytest.raises(ValueError, match=f" = {room}: show a smaller image"):
                 self.scheduler.submit(job)
             return
         if count == 1:
