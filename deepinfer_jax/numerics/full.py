@@ -61,8 +61,9 @@ _attend_all.defvjp(_forward, _backward)
 
 
 def _plain(q, k, v, counts, scale):
-    s = einsum("bqhk,bshk->bhqs", q, k) * np.float32(scale)
     real = jnp.arange(k.shape[1], dtype=jnp.int32)[None, :] < counts[:, None]
+    k, v = (jnp.where(real[:, :, None, None], x, 0) for x in (k, v))
+    s = einsum("bqhk,bshk->bhqs", q, k) * np.float32(scale)
     seen = jnp.broadcast_to(real[:, None, None, :], s.shape)
     s = jnp.where(seen, s, -jnp.inf)
     p = jnp.exp(s - finite_max(s, -1))
@@ -101,9 +102,9 @@ def _tile(q, keys, values, count, blocks, scale, numerics):
 
     def add(i, carry):
         top, z, value = carry
-        own = (lax.dynamic_index_in_dim(x, i, keepdims=False) for x in (keys, values))
-        key, content = own
+        key, content = (lax.dynamic_index_in_dim(x, i, keepdims=False) for x in (keys, values))
         seen = i * _KEYS + jnp.arange(_KEYS, dtype=jnp.int32)[None, :] < count
+        content = jnp.where(seen.T, content, 0)  # 0 x NaN is NaN
         s = jnp.where(seen, pin(contract(q, key) * np.float32(scale)), -jnp.inf)
         now = jnp.maximum(top, jnp.max(s, axis=1, keepdims=True))
         p = jnp.where(seen, jnp.exp(s - now), 0)

@@ -1,4 +1,4 @@
-"""The only file that calls the package: runs a recorded model and returns arrays by recorded names.
+"""Runs a recorded model and returns arrays by recorded names.
 
 Everything a stage returns is NumPy, at every position; the comparisons pick what was recorded.
 
@@ -19,7 +19,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 from deepinfer_jax import cache as caches
 from deepinfer_jax import checkpoint, tables
@@ -31,10 +30,9 @@ from deepinfer_jax.model import block as blocks
 from deepinfer_jax.model.program import ordinals
 from deepinfer_jax.numerics import Numerics, rms_norm
 from deepinfer_jax.rows import Rows
-from tests.golden import compare
+from tests.golden import adapter_images, compare
 from tests.golden.reader import Arrays, Folder
 
-START, IMAGE, NEWLINE, END = 0, 1, 2, 3  # `token_types` inside an image span; text is -1
 FAST = {"xla_backend_optimization_level": 0}  # halves compile time; these programs run once
 SHORT = 24  # positions of the `shortN` arrays
 ROUND = 25  # positions that prompts are rounded up to
@@ -43,13 +41,13 @@ WIDEST = 125  # most positions of a slot in one traced call; longer prompts come
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """A recorded model as the package sees it; `delimiters` are its image vectors by token type."""
+    """A recorded model as the package sees it; `images` are what `encode_images` takes of it."""
 
     cfg: ModelConfig
     numerics: Numerics
     params: Any
     tables: tables.Tables
-    delimiters: dict[int, np.ndarray]
+    images: tuple[Any, ModelConfig]
 
 
 def _multiple(value: int, unit: int) -> int:
@@ -64,7 +62,7 @@ def load(folder: Folder, mode: str, scratch: Path, index_rounding: str = "once")
     """Load a folder for a numeric mode.
 
     The float32 modes widen the weights first (exact). Text models get a `bias_vl` that no row uses
-    and image models lose their tower, so that both have one tree.
+    and image models keep their tower apart, so that both have one tree.
     """
     where = folder.unpacked_model(scratch)
     cfg = ModelConfig.from_json(where)
@@ -77,9 +75,7 @@ def load(folder: Folder, mode: str, scratch: Path, index_rounding: str = "once")
     numerics = dataclasses.replace(numerics, index_rounding=index_rounding)
     if mode != "native":
         params, cfg = parameters.widen(params), dataclasses.replace(cfg, quantized=False)
-    vision = params.pop("vision", {})
-    names = {START: "image_start", NEWLINE: "image_newline", END: "image_end"}
-    delimiters = {k: np.asarray(vision[n], np.float32) for k, n in names.items() if n in vision}
+    images = {"vision": params.pop("vision", {})}, cfg
     for stack in (params, params.get("draft")):
         if stack is not None:
             gate = stack["layers"]["ffn"]["gate"]
@@ -89,7 +85,7 @@ def load(folder: Folder, mode: str, scratch: Path, index_rounding: str = "once")
     length = _capacity(cfg, inputs["tokens"].shape[1]) + cfg.dspark_block_size  # drafts look ahead
     length = min(length, cfg.max_position_embeddings)
     made = tables.make_tables(cfg, inputs.get("engram_token_map"), length)
-    return Model(cfg, numerics, params, made, delimiters)
+    return Model(cfg, numerics, params, made, images)
 
 
 # -- one traced call -------------------------------------------------------------------------------
@@ -382,24 +378,12 @@ def image_rows(
     tokens = inputs["tokens"]
     kinds = inputs["token_types"] if "token_types" in inputs else np.full_like(tokens, -1)
     embeddings = np.zeros((*kinds.shape, model.cfg.hidden_size), np.float32)
-    for kind, vector in model.delimiters.items():
-        embeddings[kinds == kind] = vector
-    if (kinds == IMAGE).any():
-        embeddings[kinds == IMAGE] = aligned_images(folder)
+    if (kinds >= 0).any():
+        params, cfg = model.images
+        embeddings[kinds >= 0] = adapter_images.spans(folder, params, cfg, model.numerics)
     window = slice(start, stop)
     flat = embeddings[:, window].reshape(-1, embeddings.shape[-1])
     return (kinds[:, window] >= 0).reshape(-1), flat
-
-
-def aligned_images(folder: Folder) -> np.ndarray:
-    """Recorded aligner rows [tokens, D] of all images in order, from a mode that has them."""
-    for mode in folder.modes:
-        golden, rows = folder.golden(mode), []
-        while f"vision.{len(rows)}.aligner_out" in golden:
-            rows.append(golden.wide(f"vision.{len(rows)}.aligner_out"))
-        if rows:
-            return np.concatenate(rows)
-    pytest.skip(f"{folder.name} has images, but no mode records what the aligner made of them")
 
 
 def recorded_cache(model: Model, cache: Cache, batch: int, length: int) -> dict[str, np.ndarray]:
