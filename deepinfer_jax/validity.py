@@ -39,6 +39,7 @@ def check(cfg: Any) -> None:
     _check_roles(cfg)
     _check_candidates(cfg)
     _check_engram_and_draft(cfg)
+    _check_vision(cfg)
 
 
 def _require(ok: bool, message: str) -> None:
@@ -166,3 +167,30 @@ def _check_engram_and_draft(cfg: Any) -> None:
             cfg.dspark_num_experts_per_tok <= cfg.dspark_n_routed_experts,
             "dspark_num_experts_per_tok exceeds dspark_n_routed_experts",
         )
+
+
+def _check_vision(cfg: Any) -> None:
+    vision, token = cfg.vision, cfg.image_token_id
+    if vision is None:
+        return
+    for field in dataclasses.fields(vision):
+        value = getattr(vision, field.name)
+        _require(
+            (value is None and field.name == "max_wh_ratio")
+            or (math.isfinite(value) and value > 0),
+            f"vision_config: {field.name} must be positive, got {value}",
+        )
+    heads, width = vision.num_attention_heads, vision.hidden_size
+    _require(
+        width % (4 * heads) == 0,
+        f"vision_config: hidden_size={width} must be heads of a multiple of 4 (rotation by row and "
+        f"column), got num_attention_heads={heads}",
+    )
+    _require(
+        vision.max_image_tokens >= 4,
+        "vision_config: max_image_tokens must be at least 4, those of one cell, got "
+        f"{vision.max_image_tokens}",
+    )
+    _require(
+        token is None or 0 <= token < cfg.vocab_size, f"image_token_id={token} must be a token id"
+    )

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from deepinfer_jax.config import ModelConfig
+from tests.images.files import VISION
 from tests.small import CONFIG, PLAIN, WINDOW_ONLY
 
 RECORDED = Path(__file__).parent / "golden"
@@ -145,6 +146,23 @@ INVALID = [
     ({"dspark_target_layer_ids": ()}, "dspark_target_layer_ids must name at least one layer"),
     ({"dspark_noise_token_id": 131}, "dspark_noise_token_id=131 must be a token id"),
     ({"dspark_num_experts_per_tok": 5}, "dspark_num_experts_per_tok exceeds"),
+    (
+        {"vision": dataclasses.replace(VISION, patch_size=0)},
+        "vision_config: patch_size must be positive, got 0",
+    ),
+    (
+        {"vision": dataclasses.replace(VISION, max_wh_ratio=0.0)},
+        "max_wh_ratio must be positive, got 0",
+    ),
+    (
+        {"vision": dataclasses.replace(VISION, max_image_tokens=3)},
+        "max_image_tokens must be at least 4",
+    ),
+    (
+        {"vision": dataclasses.replace(VISION, num_attention_heads=3)},
+        "hidden_size=32 must be heads of a multip",
+    ),
+    ({"vision": VISION, "image_token_id": 131}, "image_token_id=131 must be a token id"),
 ]
 
 

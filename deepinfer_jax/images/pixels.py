@@ -21,52 +21,70 @@ if TYPE_CHECKING:
 _GROUND = 127  # level of the bars beside an image whose proportions are not those of its patches
 
 
-@dataclasses.dataclass(frozen=True)
+def _levels() -> np.ndarray:
+    """float32 [256]: the normalised value of every level, rounded to bfloat16."""
+    unit = np.arange(256, dtype=np.float32) / np.float32(255)
+    value = (unit - np.float32(0.5)) / np.float32(0.5)
+    return value.astype(ml_dtypes.bfloat16).astype(np.float32)
+
+
+_LEVELS = _levels()
+_LEVEL_OF = np.zeros(2**16, np.uint8)  # by the upper 16 bits of its value
+_LEVEL_OF[_LEVELS.view(np.uint32) >> 16] = np.arange(256)
+
+
+@dataclasses.dataclass(frozen=True, init=False)
 class Picture:
     """One image, resized and cut into patches.
 
-    Two pictures are equal when their `key` is.
+    Two pictures are equal when their `key` is. Patches that came from pixels are kept as levels, a
+    quarter of the size: a run may have thousands of pictures.
 
     Attributes:
-      patches: [height * width, 3, p, p] float32 with values that bfloat16 holds, read-only; patches
-        in row-major order, each (channel, y, x).
       height, width: the image's size in patches.
+      patch_size: pixels along one side of a patch.
       key: SHA-256 over the sizes and the patches' bytes, in hexadecimal: the name of its contents.
-
-    Raises ValueError where the patches are not of this form.
+      kept: the patches as values, or as levels (uint8); `patches` has the values.
     """
 
-    patches: np.ndarray = dataclasses.field(repr=False, compare=False)
     height: int = dataclasses.field(compare=False)
     width: int = dataclasses.field(compare=False)
-    key: str = dataclasses.field(init=False)
+    patch_size: int = dataclasses.field(compare=False)
+    key: str
+    kept: np.ndarray = dataclasses.field(repr=False, compare=False)
 
-    def __post_init__(self) -> None:
-        patches = np.ascontiguousarray(self.patches)
-        wanted = (self.height * self.width, 3, patches.shape[-1], patches.shape[-1])
+    def __init__(self, patches: np.ndarray, height: int, width: int) -> None:
+        """Of `patches` [height * width, 3, p, p] float32 with values that bfloat16 holds.
+
+        Raises ValueError where they are not of this form.
+        """
+        patches = np.ascontiguousarray(patches)
+        size = patches.shape[-1]
+        wanted = (height * width, 3, size, size)
         if patches.shape != wanted or patches.dtype != np.float32 or min(wanted) < 1:
             raise ValueError(
-                f"patches must be float32 [height * width, 3, p, p] of a picture of {self.height} "
-                f"x {self.width} patches, got {patches.dtype} {list(patches.shape)}; make them "
-                "with picture_from_array"
+                f"patches must be float32 [height * width, 3, p, p] of a picture of {height} x "
+                f"{width} patches, got {patches.dtype} {list(patches.shape)}; make them with "
+                "picture_from_array"
             )
-        if (patches.view(np.uint32) & 0xFFFF).any():
+        bits = patches.view(np.uint32)
+        if (bits & 0xFFFF).any():
             raise ValueError(
                 "patches must hold bfloat16 values, got float32 values between them; make them "
                 "with picture_from_array"
             )
-        patches = patches.view()
-        patches.flags.writeable = False
-        sizes = f"{self.height} {self.width} {patches.shape[-1]}\n".encode()
-        digest = hashlib.sha256(sizes)
+        digest = hashlib.sha256(f"{height} {width} {size}\n".encode())
         digest.update(patches.astype("<f4", copy=False).data)
-        object.__setattr__(self, "patches", patches)
-        object.__setattr__(self, "key", digest.hexdigest())
+        levels = _LEVEL_OF[bits >> 16]
+        exact = np.array_equal(_LEVELS[levels].view(np.uint32), bits)
+        values = (height, width, size, digest.hexdigest(), levels if exact else patches.copy())
+        for field, value in zip(dataclasses.fields(self), values, strict=True):
+            object.__setattr__(self, field.name, value)
 
     @property
-    def patch_size(self) -> int:
-        """Pixels along one side of a patch."""
-        return self.patches.shape[-1]
+    def patches(self) -> np.ndarray:
+        """[height * width, 3, p, p] float32; patches in row-major order, each (channel, y, x)."""
+        return _LEVELS[self.kept] if self.kept.dtype == np.uint8 else self.kept.copy()
 
 
 def picture_from_file(
@@ -179,13 +197,3 @@ def _fitted(pixels: np.ndarray, size: tuple[int, int], vision: VisionConfig) -> 
         (across, down), pillow.Resampling.BICUBIC
     )
     return fitted
-
-
-def _levels() -> np.ndarray:
-    """float32 [256]: the normalised value of every level, rounded to bfloat16."""
-    unit = np.arange(256, dtype=np.float32) / np.float32(255)
-    value = (unit - np.float32(0.5)) / np.float32(0.5)
-    return value.astype(ml_dtypes.bfloat16).astype(np.float32)
-
-
-_LEVELS = _levels()

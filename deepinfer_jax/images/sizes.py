@@ -47,7 +47,8 @@ def _shrunk(wide: float, high: float, vision: VisionConfig) -> tuple[int, int]:
     if rows < 1:
         return (most - 3) * cell, cell
     factor = min(math.floor(columns) * cell / wide, math.floor(rows) * cell / high)
+    # One patch at least, where a cell is no more than that.
     return (
-        math.floor(wide * factor / patch) * patch,
-        math.floor(high * factor / patch) * patch,
+        max(1, math.floor(wide * factor / patch)) * patch,
+        max(1, math.floor(high * factor / patch)) * patch,
     )

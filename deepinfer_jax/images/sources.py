@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     Source: TypeAlias = Picture | Features | Image | np.ndarray | bytes | str | os.PathLike[str]
 
+_LONGEST = 1024  # a text that is longer and cannot be opened was not meant as a path
 _FORMS = (
     "a path, a data URL, the bytes of a file, a NumPy array, an image of Pillow, a Picture or "
     "Features"
@@ -82,12 +83,15 @@ def _from_path(
             f"images are not fetched, got the address {reprlib.repr(name)}: load it and give its "
             "path, its bytes or a data URL"
         )
+    path = Path(folder, name)
     try:
-        return pixels.picture_from_file(Path(folder, name), vision, limits)
+        return pixels.picture_from_file(path, vision, limits)
     except OSError as error:
-        raise ValueError(
-            f"{reprlib.repr(str(Path(folder, name)))} cannot be read: {error.strerror or error}"
-        ) from None
+        if len(str(path)) > _LONGEST:
+            raise ValueError(
+                f"{reprlib.repr(str(name))} is no path; base64 begins with data:image/png;base64,"
+            ) from None
+        raise ValueError(f"{path} cannot be read: {error.strerror or error}") from None
 
 
 def _data(url: str, limits: ImageLimits) -> bytes:

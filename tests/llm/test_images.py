@@ -1,0 +1,101 @@
+"""`LLM` with images: what is asked of the engine, and what is refused before it."""
+
+import dataclasses
+import functools
+
+import pytest
+
+from deepinfer_jax import images
+from deepinfer_jax.engine import Update
+from deepinfer_jax.llm import LLM, SamplingParams, llm
+from tests import sighted, tiny_model
+from tests.images.files import VISION, pattern
+from tests.sighted import TOKEN
+
+WIDE, SMALL = pattern(12, 36), pattern(8, 12)  # 6 and 4 places
+PARAMS = SamplingParams(max_tokens=5, seed=1)
+
+
+@functools.cache
+def model():
+    blind = tiny_model.model()
+    return LLM(dataclasses.replace(blind, cfg=sighted.seeing(blind.cfg)))
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """Requests that reach the engine; none is answered."""
+    seen = []
+
+    def updates(model, requests, **options):
+        seen.extend(requests)
+        for index in range(len(requests)):
+            yield Update(index, "", 0, error=RuntimeError("none"))
+
+    monkeypatch.setattr(llm.generation, "updates", updates)
+    return seen
+
+
+def pictures(request):
+    return [span.picture for span in request.images]
+
+
+def test_texts_and_token_ids_with_images(asked):
+    wide, small = (images.picture_from_array(pixels, VISION) for pixels in (WIDE, SMALL))
+    prompts = [
+        {"prompt_token_ids": [0, TOKEN, 7], "multi_modal_data": {"image": WIDE}},
+        {"prompt_token_ids": [TOKEN, TOKEN], "multi_modal_data": {"image": [SMALL, wide]}},
+        {"prompt_token_ids": [5], "multi_modal_data": None},
+    ]
+    with pytest.warns(RuntimeWarning, match="3 of 3 replies failed"):
+        model().generate(prompts, PARAMS)
+    assert [pictures(request) for request in asked] == [[wide], [small, wide], []]
+    assert [len(request.tokens) for request in asked] == [8, 10, 1]
+    asked.clear()
+    marked = {"prompt": "a<｜image｜>b", "multi_modal_data": {"image": WIDE}}
+    with pytest.warns(RuntimeWarning):
+        (output,) = model().generate(marked, dataclasses.replace(PARAMS, n=2), markup=True)
+    assert output.prompt == "a<｜image｜>b"
+    assert [pictures(request) for request in asked] == [[wide]] * 2
+    assert output.prompt_token_ids == asked[0].tokens
+
+
+def test_chats_with_images(asked):
+    content = [{"type": "image", "image": SMALL}, {"type": "text", "text": "What <｜image｜>?"}]
+    with pytest.warns(RuntimeWarning):
+        (output,) = model().chat([{"role": "user", "content": content}], PARAMS)
+    assert pictures(asked[0]) == [images.picture_from_array(SMALL, VISION)]
+    assert sum(token == TOKEN for token in output.prompt_token_ids) == 4
+    assert output.prompt.endswith(
+        "<｜User｜><｜image｜>\n\nWhat <｜image｜>?<｜Assistant｜></think>"
+    )
+
+
+@pytest.mark.parametrize(
+    ("prompt", "said"),
+    [
+        ({"prompt": "a<｜image｜>b", "multi_modal_data": {"image": WIDE}}, "has 0 places .* and 1"),
+        ({"prompt_token_ids": [TOKEN], "multi_modal_data": {"image": []}}, "1 places .* and 0"),
+        ({"prompt": "a", "multi_modal_data": {"video": WIDE}}, "multi_modal_data must be"),
+        ({"prompt": "a", "multi_modal_data": WIDE}, "multi_modal_data must be"),
+        (
+            {"multi_modal_data": {"image": WIDE}},
+            "must have one key, 'prompt' or 'prompt_token_ids'",
+        ),
+        ({"prompt": "a", "images": WIDE}, "and may have 'multi_modal_data', got"),
+    ],
+)
+def test_prompts_that_do_not_fit_their_images_are_refused(prompt, said, asked):
+    with pytest.raises(ValueError, match=rf"prompts\[0\].*{said}"):
+        model().generate(prompt, PARAMS)
+    assert not asked
+
+
+@pytest.mark.parametrize(
+    "score", [{"prompt_logprobs": True}, {"top_logprobs": 1}, {"return_routed_experts": True}]
+)
+def test_scores_of_prompts_with_images_are_refused(score, asked):
+    prompt = {"prompt_token_ids": [TOKEN], "multi_modal_data": {"image": WIDE}}
+    with pytest.raises(ValueError, match=f"{min(score)} is computed for prompts without"):
+        model().generate(prompt, dataclasses.replace(PARAMS, **score))
+    assert not asked
