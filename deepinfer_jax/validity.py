@@ -174,10 +174,11 @@ def _check_vision(cfg: Any) -> None:
     if vision is None:
         return
     for field in dataclasses.fields(vision):
-        value = getattr(vision, field.name)
+        value: Any = getattr(vision, field.name)
+        if value is None and field.name == "max_wh_ratio":
+            continue
         _require(
-            (value is None and field.name == "max_wh_ratio")
-            or (math.isfinite(value) and value > 0),
+            math.isfinite(value) and value > 0,
             f"vision_config: {field.name} must be positive, got {value}",
         )
     heads, width = vision.num_attention_heads, vision.hidden_size
