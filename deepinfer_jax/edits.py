@@ -2,8 +2,8 @@
 
 The token at an index is chosen from the model's logits as they stand after the edits of its row.
 Those are a function of the request and of the tokens before that index, drafts of the same round
-included: like all else, not of batch, slot or schedule (docs/options.md). In this order, for a row
-that has edits at all:
+included: like all else, not of batch, slot or schedule (docs/options.md). A model that reads images
+never says its image token, whatever is asked (`spoken`). For a row that has edits, in this order:
 
     x = logit + bias
     x = x / repetition where x > 0, else x * repetition     tokens of prompt or reply
@@ -24,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from deepinfer_jax import numerics
+from deepinfer_jax.config import ModelConfig
 
 Array = jax.Array | np.ndarray
 
@@ -130,6 +131,17 @@ def sayable(
     may[list(allowed or ())] = True
     may[list(banned)] = False
     return may
+
+
+def spoken(logits: jax.Array, cfg: ModelConfig) -> jax.Array:
+    """`logits` [T, V] with -inf at the image token of a model that has one.
+
+    It marks the places of an image in a prompt and means nothing in a reply, so no token, draft or
+    mass is ever its own; log-probabilities that are not processed still are the model's.
+    """
+    if cfg.image_token_id is None:
+        return logits
+    return jnp.where(_ids(logits) == cfg.image_token_id, -jnp.inf, logits)
 
 
 def place(edits: Edits, slot: jax.Array, one: Edits) -> Edits:

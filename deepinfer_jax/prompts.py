@@ -175,7 +175,12 @@ def _check_ids(name: str, ids: Iterable[int], cfg: ModelConfig) -> None:
 
 def _check_choice(options: Options, cfg: ModelConfig) -> None:
     """Raise ValueError where no token could be said at all, or none before `min_tokens`."""
-    allowed, banned = options.allowed_token_ids, set(options.banned_token_ids)
+    if cfg.image_token_id is not None and cfg.image_token_id in options.golden_token_ids:
+        raise ValueError(
+            f"golden_token_ids must not hold {cfg.image_token_id}, the image token, which is never "
+            "said: leave it out"
+        )
+    allowed, banned = options.allowed_token_ids, {*options.banned_token_ids, cfg.image_token_id}
     ends = set(options.ends(cfg.eos_token_id))
     if allowed is None and len(banned) + len(ends) < cfg.vocab_size:
         return
@@ -183,7 +188,7 @@ def _check_choice(options: Options, cfg: ModelConfig) -> None:
     if not left:
         raise ValueError(
             "allowed_token_ids without banned_token_ids must not be empty, or nothing could be "
-            "said: allow another token or ban fewer"
+            "said (an image token never is): allow another token or ban fewer"
         )
     if options.min_tokens and left <= ends:
         raise ValueError(

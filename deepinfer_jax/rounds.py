@@ -169,12 +169,13 @@ def _verify(
     edits = None if edits is None else editing.of_rows(edits, slot, drafts, offset)
     mask = _allowed(mask, slot, offset)
     index = positions + 1
-    own, allowed = editing.edited(logits, edits, index, mask)
+    own, allowed = editing.edited(editing.spoken(logits, cfg), edits, index, mask)
     if draft_logits is None:
         sampled = samplers.sample(logits, each, index, allowed, own)
     else:
         following = jnp.minimum(offset, n - 1)
-        drawn = editing.edited(draft_logits[slot, following], edits, index, mask)[0]
+        drawn = editing.spoken(draft_logits[slot, following], cfg)
+        drawn = editing.edited(drawn, edits, index, mask)[0]
         sampled = rejection.sample(
             logits, drawn, drafts[slot, following], offset < scheduled[slot], each, index,
             allowed, own,
@@ -247,7 +248,7 @@ def propose(
         if edits is not None and before:
             edits = editing.of_rows(edits, every, jnp.stack(before, axis=1), offset)
         allowed = _allowed(mask, every, offset)
-        own, allowed = editing.edited(logits, edits, position, allowed)
+        own, allowed = editing.edited(editing.spoken(logits, cfg), edits, position, allowed)
         if mode == "rejection":
             return rejection.draft(own, sampling, position, cache.lengths, allowed)
         return samplers.sample(own, sampling, position, allowed).token

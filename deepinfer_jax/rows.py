@@ -67,7 +67,10 @@ def batch_rows(tokens: jax.Array, lengths: jax.Array) -> Rows:
 
 
 def join_rows(first: Rows, second: Rows) -> Rows:
-    """The rows of two calls as one; no slot may have rows in both, nor either have embeddings."""
+    """The rows of two calls as one; no slot may have rows in both. `second` is without images."""
+    if first.embeddings is not None:
+        t, d = second.slots.shape[0], first.embeddings.shape[1]
+        second = dataclasses.replace(second, embeddings=jnp.zeros((t, d), first.embeddings.dtype))
     return jax.tree.map(lambda a, b: jnp.concatenate([a, b]), first, second)
 
 

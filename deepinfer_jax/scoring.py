@@ -12,9 +12,13 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from deepinfer_jax import steps
+from deepinfer_jax.images import encoding
+from deepinfer_jax.images.gallery import Gallery
+from deepinfer_jax.images.spans_in_prompt import ImageSpan, places_of
 from deepinfer_jax.loading import Model
 from deepinfer_jax.rows import power_of_two
 
@@ -43,8 +47,9 @@ class Scored:
 
 
 def score_sequences(
-    model: Model, sequences: Sequence[Sequence[int]], *, top: int = 0, routed: bool = False
-) -> list[Scored]:
+    model: Model, sequences: Sequence[Sequence[int]], *, top: int = 0, routed: bool = False,
+    images: Sequence[Sequence[ImageSpan]] | None = None,
+) -> list[Scored]:  # fmt: skip
     """What the model says of each of `sequences` (token ids), in order.
 
     They are scored in batches of one width each, a doubling of `SHORTEST`, so that few programs
@@ -53,18 +58,28 @@ def score_sequences(
     Args:
       top: how many of the most probable tokens to name at every place.
       routed: also give the experts of every token.
+      images: of each sequence, as in `Request.images`; default none. Sequences with images have
+        calls of their own, so that others run the programs that they run without.
 
     Raises TypeError or ValueError for a sequence that the model cannot run, or a `top` beyond the
     vocabulary, before anything is compiled.
     """
     _check(model, sequences, top)
+    shown = [()] * len(sequences) if images is None else [tuple(each) for each in images]
+    _check_images(model, sequences, shown)
+    gallery = Gallery(model.params, model.cfg, model.numerics)
     found: dict[int, Scored] = {}
-    for width, numbers in _batches([len(tokens) for tokens in sequences], model.max_length):
+    sizes = [(len(tokens), bool(each)) for tokens, each in zip(sequences, shown, strict=True)]
+    for width, sighted, numbers in _batches(sizes, model.max_length):
         batch = [sequences[number] for number in numbers if number >= 0]
         tokens, lengths = padded(batch, len(numbers), width)
+        seen = {}
+        if sighted:
+            parts = [shown[number] for number in numbers if number >= 0]
+            seen = _illustrations(parts, len(numbers), width, gallery, model)
         scores = score_program(
             model.params, model.tables, tokens, lengths, model.cfg, model.numerics,
-            top=_top_bucket(top, model.cfg.vocab_size),
+            top=_top_bucket(top, model.cfg.vocab_size), **seen,
         )  # fmt: skip
         wanted: Any = (scores.raw, scores.top_ids[..., :top], scores.top_logprobs[..., :top])
         host = jax.device_get((*wanted, scores.routed) if routed else wanted)
@@ -93,21 +108,38 @@ def padded(
     return tokens, lengths
 
 
-def _batches(lengths: Sequence[int], longest: int) -> Iterator[tuple[int, list[int]]]:
-    """(width, numbers of the sequences of a call), the numbers filled up with -1.
+def _illustrations(
+    images: Sequence[Sequence[ImageSpan]], batch: int, width: int, gallery: Gallery, model: Model
+) -> dict[str, np.ndarray]:
+    """What `steps.score` is told of the images of `batch` sequences, the last ones empty."""
+    dtype = jnp.dtype(model.numerics.dtype)
+    image = np.zeros((batch, width), bool)
+    embeddings = np.zeros((batch, width, model.cfg.hidden_size), dtype)
+    for row, spans in enumerate(images):
+        for span in spans:
+            made = gallery.embeddings(span.picture)
+            image[row, span.start : span.start + len(made)] = True
+            embeddings[row, span.start : span.start + len(made)] = made
+    return {"image": image, "embeddings": embeddings}
 
-    A call has one sequence where there is only one of its width, else as many as `ROWS` tokens
-    allow: two programs of a width at most.
+
+def _batches(
+    sizes: Sequence[tuple[int, bool]], longest: int
+) -> Iterator[tuple[int, bool, list[int]]]:
+    """(width, with images, numbers of the sequences of a call), the numbers filled up with -1.
+
+    `sizes`: length of each sequence, and whether it has images. A call has one sequence where there
+    is only one of its kind, else as many as `ROWS` tokens allow: two programs of a kind at most.
     """
-    by_width: dict[int, list[int]] = {}
-    for number, length in enumerate(lengths):
+    kinds: dict[tuple[int, bool], list[int]] = {}
+    for number, (length, sighted) in enumerate(sizes):
         width = min(max(power_of_two(length), SHORTEST), longest)
-        by_width.setdefault(width, []).append(number)
-    for width, numbers in sorted(by_width.items()):
+        kinds.setdefault((width, sighted), []).append(number)
+    for (width, sighted), numbers in sorted(kinds.items()):
         size = max(1, ROWS // width) if len(numbers) > 1 else 1
         for start in range(0, len(numbers), size):
             part = numbers[start : start + size]
-            yield width, part + [-1] * (size - len(part))
+            yield width, sighted, part + [-1] * (size - len(part))
 
 
 def _top_bucket(top: int, vocabulary: int) -> int:
@@ -135,3 +167,25 @@ def _check(model: Model, sequences: Sequence[Sequence[int]], top: int) -> None:
             )
         if ids.min() < 0 or ids.max() >= vocabulary:
             raise ValueError(f"sequences[{number}] has ids outside of 0..{vocabulary - 1}")
+
+
+def _check_images(
+    model: Model, sequences: Sequence[Sequence[int]], images: Sequence[Sequence[ImageSpan]]
+) -> None:
+    if len(images) != len(sequences):
+        raise ValueError(
+            f"images must be a list for each of {len(sequences)} sequences, got {len(images)}"
+        )
+    for number, (tokens, spans) in enumerate(zip(sequences, images, strict=True)):
+        if not spans:
+            continue
+        encoding.tower_of(model.params, model.cfg)
+        assert model.cfg.vision is not None, "the model has a tower"
+        before = 0
+        for places in (places_of(span, model.cfg.vision) for span in spans):
+            if not before <= places.start <= len(tokens) - len(places):
+                raise ValueError(
+                    f"images[{number}] must stand in order inside the {len(tokens)} tokens of the "
+                    f"sequence, got one at {places.start} of {len(places)} tokens"
+                )
+            before = places.stop

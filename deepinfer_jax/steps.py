@@ -73,7 +73,7 @@ def prefill(
     target = jnp.where(rows.real, rows.slots, cache.slots)
     ends = jnp.zeros((cache.slots,), jnp.int32).at[target].max(rows.positions + 1, mode="drop")
     lengths = jnp.where(ends > 0, ends, cache.lengths)
-    own, allowed = editing.edited(logits, edits, ends, mask)
+    own, allowed = editing.edited(editing.spoken(logits, cfg), edits, ends, mask)
     sampled = samplers.sample(logits, sampling, ends, allowed, own)
     return sampled, dataclasses.replace(cache, lengths=lengths)
 
@@ -135,12 +135,14 @@ class Scores:
 def score(
     params: Any, tables: Tables, tokens: jax.Array, lengths: jax.Array, cfg: ModelConfig,
     numerics: Numerics, *, sampling: Sampling | None = None, remat: bool = False, top: int = 0,
+    image: jax.Array | None = None, embeddings: jax.Array | None = None,
 ) -> Scores:  # fmt: skip
     """Log-probabilities of tokens [B, S] (right-padded, lengths [B]): what the sampler saw.
 
     sampling: parameters of the B sequences; None is temperature 1 without truncation, where
     `processed` equals `raw`. top: how many of the most probable tokens to name at every place
-    (static). No cache; differentiable in `params` when they are plain floats. The
+    (static). image [B, S] bool and embeddings [B, S, D]: where images stand, and what of them, as
+    in `Rows`; default text. No cache; differentiable in `params` when they are plain floats. The
     values are the sampler's in every bit, whatever the batch, the padding and the prefill, decode
     and draft schedule.
     """
@@ -148,12 +150,15 @@ def score(
     if sampling is not None:
         check_sampling(sampling, b)
     rows = row_sets.batch_rows(tokens, lengths)
+    if image is not None and embeddings is not None:
+        flat = embeddings.reshape(b * s, -1)
+        rows = dataclasses.replace(rows, image=image.reshape(-1), embeddings=flat)
     hidden, _ = forward(params, tables, rows, None, cfg, numerics, length=s, remat=remat)
     following = jnp.concatenate([tokens[:, 1:], tokens[:, :1]], axis=1).reshape(-1)
     each = None
     if sampling is not None:
         each = jax.tree.map(lambda x: jnp.repeat(jnp.asarray(x), s, axis=0), sampling)
-    seen = _judge_rows(params, hidden.output, following, each, numerics, top)
+    seen = _judge_rows(params, hidden.output, following, each, cfg, numerics, top)
     raw, processed, kept, ids, best = (x.reshape(b, s, *x.shape[1:])[:, :-1] for x in seen)
     routed = hidden.routed.reshape(-1, b, s, hidden.routed.shape[-1])
     return Scores(raw, processed, kept, routed, ids, best)
@@ -161,7 +166,7 @@ def score(
 
 def _judge_rows(
     params: Any, output: jax.Array, tokens: jax.Array, sampling: Sampling | None,
-    numerics: Numerics, top: int,
+    cfg: ModelConfig, numerics: Numerics, top: int,
 ) -> tuple[jax.Array, ...]:  # fmt: skip
     """(raw, processed, kept mass) of one token per row and (ids, raw) of the `top` most probable,
     in blocks of rows so that few logits exist at once.
@@ -178,7 +183,7 @@ def _judge_rows(
         if sampling is None:
             raw = samplers.logprob(logits, token)
             return raw, raw, jnp.ones_like(raw), *best
-        seen = samplers.judge(logits, token, sampling)
+        seen = samplers.judge(logits, token, sampling, edited=editing.spoken(logits, cfg))
         return seen.logprob_raw, seen.logprob_processed, seen.kept_mass, *best
 
     def blocks(x):

@@ -16,8 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from deepinfer_jax import cache as caches
+from deepinfer_jax import edits, steps
 from deepinfer_jax import sampling as samplers
-from deepinfer_jax import steps
 from deepinfer_jax.cache import Cache
 from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.loading import Model
@@ -138,7 +138,8 @@ def observe(
     )  # fmt: skip
     logits = head.logits(params, hidden.output, numerics)
     own = jax.tree.map(lambda a: jnp.asarray(a)[jnp.maximum(hidden.rows.slots, 0)], sampling)
-    sampled = samplers.sample(logits, own, hidden.rows.positions + 1)
+    spoken = edits.spoken(logits, cfg)
+    sampled = samplers.sample(logits, own, hidden.rows.positions + 1, edited=spoken)
     seen = {
         "output": hidden.output,
         "taps": jnp.moveaxis(hidden.taps, 1, 0),

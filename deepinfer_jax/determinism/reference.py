@@ -134,6 +134,7 @@ def make_prompts(model: Model, tokens: int, seed: int, count: int) -> list[Reque
     prompts = []
     for number, length in enumerate(lengths.tolist()):
         ids = rng.integers(0, vocabulary, length)
+        ids[ids == model.cfg.image_token_id] = 0  # it would ask for an image
         ids[length // 2 :][:4] = ids[:4][: length - length // 2]
         own = _SAMPLED[number % len(_SAMPLED)]
         prompts.append({"tokens": ids.tolist(), "id": number, "max_tokens": tokens, **own})

@@ -12,7 +12,7 @@ import dataclasses
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Hashable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
 
 import jax
 import jax.numpy as jnp
@@ -20,15 +20,17 @@ import numpy as np
 
 from deepinfer_jax import cache as caches
 from deepinfer_jax import snapshots
-from deepinfer_jax.engine import programs
+from deepinfer_jax.engine import pictures, programs
+from deepinfer_jax.engine.calls import Shown, calls
 from deepinfer_jax.engine.flights import Flight, Seat, Update
 from deepinfer_jax.engine.seats import Work, padded, sampling_of, seated_edits
-from deepinfer_jax.engine.sizes import MOST_STEPS, PREFILL_ROWS, Sizes, grown, prefill_rows
+from deepinfer_jax.engine.sizes import MOST_STEPS, Sizes, grown
 from deepinfer_jax.engine.statistics import Asked, Observer, Statistics, Tally, learnt
 from deepinfer_jax.engine.structured import Looked, Structured
 from deepinfer_jax.engine.warming import Warming, compiled, needs, planned
 from deepinfer_jax.engine.watch import Watch
 from deepinfer_jax.grammar import GrammarError
+from deepinfer_jax.images.gallery import Gallery
 from deepinfer_jax.loading import Model
 from deepinfer_jax.planning import OFF, Policy
 from deepinfer_jax.planning.policies import Move
@@ -58,7 +60,7 @@ class Engine:
         self._memory = policy.start(sizes.slots, model.cfg.most_drafts)
         limits = Limits(
             slots=sizes.slots, pages=sizes.pages, page_tokens=sizes.page_tokens,
-            rows=PREFILL_ROWS[-1] + sizes.slots, longest=sizes.capacity,
+            rows=sizes.step_rows, longest=sizes.capacity,
             snapshots=sizes.snapshots, keep="shared",
         )  # fmt: skip
         self._scheduler = Scheduler(limits, order, model.numerics.fingerprint())
@@ -67,6 +69,10 @@ class Engine:
         self._draining = False
         self._watch = Watch()
         self._tally = Tally(self._watch, observer)
+        self._gallery = Gallery(
+            model.params, model.cfg, model.numerics, kept_bytes=sizes.picture_bytes,
+            ask=self._watch.ask, read=self._watch.read,
+        )  # fmt: skip
         self._clear()
 
     def _clear(self) -> None:
@@ -90,11 +96,12 @@ class Engine:
     def submit(self, request: Request, priority: int = 0) -> int:
         """Let a request wait for its turn; returns its number, counted from 0.
 
-        Raises ValueError, with the arithmetic, for one that can never fit; ImportError for one with
-        a grammar where llguidance is not installed.
+        Raises ValueError, with the arithmetic, for one that can never fit, or has images that the
+        model cannot show; ImportError for one with a grammar where llguidance is not installed.
         """
         number = self._tally.counts.requests
-        job = Job(number, request.tokens, request.options.max_tokens, priority)
+        spans = pictures.spans_of(request, self._model)
+        job = Job(number, request.tokens, request.options.max_tokens, priority, spans=spans)
         transcript = Transcript(request, self._model.tokenizer, self._model.cfg.eos_token_id)
         work = Work(number, request, transcript)
         if request.options.rule is None:
@@ -133,7 +140,7 @@ class Engine:
         kinds, or much longer than those before, they may need programs that this did not foresee.
         """
         model, sizes, works = self._model, self._sizes, self._works.values()
-        wanted = needs([work.request for work in works], sizes)
+        wanted = needs([work.request for work in works], sizes, model.cfg.vision)
         moves = self._policy.moves(self._memory)
         state = (self._running, self._cache, self._sampling, self._kept)
         every = planned(model, sizes, wanted, moves, *state)
@@ -228,7 +235,8 @@ class Engine:
         self._enter(step)
         ended = []
         if step.chunks:
-            ended = self._fill(step)
+            step, shown, ended = self._show(step)
+            ended += self._fill(step, shown)
         else:
             ruled = set(self._ruled())
             free, bound = (
@@ -283,7 +291,18 @@ class Engine:
                 self._padded(places, 0), self._padded(slots, self._sizes.slots),
             )  # fmt: skip
 
-    def _fill(self, step: Step) -> list[Update]:
+    def _show(self, step: Step) -> tuple[Step, list[Shown], list[Update]]:
+        """The images among the step's prompts; requests whose images fail end, and leave it."""
+        shown, failed = pictures.shown(step.chunks, self._working(), self._gallery)
+        if not failed:
+            return step, shown, []
+        ended = self._end(failed.items())
+        # What they were to keep in this step is not there to begin from.
+        self._scheduler.renew(self._model.numerics.fingerprint())
+        step, shown, more = self._show(step.without(failed))
+        return step, shown, ended + more
+
+    def _fill(self, step: Step, shown: list[Shown]) -> list[Update]:
         """Prompt rows in as few calls as their sizes allow; the first has the decode rows too."""
         every = [
             (self._seat(chunk.slot).work.token(position), chunk.slot, position)
@@ -295,20 +314,17 @@ class Engine:
         sampling = {*ends, *step.decode}
         if sampling & set(self._ruled()):
             looked = self._looked(sampling, np.zeros((self._sizes.slots, 0), np.int32))
-            packed, ended = looked.packed[:, 0], self._end(looked)
-        done, beside, model = 0, self._marked(step.decode), self._model
+            packed, ended = looked.packed[:, 0], self._end(looked.failures())
+        beside, model = self._marked(step.decode), self._model
         self._filled |= {chunk.job for chunk in step.chunks}
-        while done < len(every):
-            size = prefill_rows(len(every) - done)
-            part = every[done : done + size]
-            done += size
-            complete = [slot for _, slot, position in part if ends.get(slot) == position]
-            slots = int(np.count_nonzero(beside))
-            asked = self._tally.ask("prompts", size + len(beside), slots, self.usage(), len(part))
+        for call in calls(every, shown):
+            complete = [slot for _, slot, position in call.part if ends.get(slot) == position]
+            slots, rows = int(np.count_nonzero(beside)), call.size + len(beside)
+            asked = self._tally.ask("prompts", rows, slots, self.usage(), len(call.part))
             made, self._running, self._cache = self._watch.ask(
                 programs.fill_program, model.params, model.tables,
-                programs.make_rows(part, size), self._marked(complete), beside, self._running,
-                self._cache, self._sampling, model.cfg, model.numerics, packed,
+                call.rows(model.cfg, model.numerics), self._marked(complete), beside,
+                self._running, self._cache, self._sampling, model.cfg, model.numerics, packed,
             )  # fmt: skip
             if complete or beside.any():
                 self._fly(made, 1, asked)
@@ -347,7 +363,7 @@ class Engine:
             )  # fmt: skip
             drafts, confidence = self._watch.read(proposed)
         looked = self._looked(slots, drafts)
-        ended = self._end(looked)
+        ended = self._end(looked.failures())
         made, self._running, self._cache = self._watch.ask(
             programs.settle_program, model.params, model.tables, alone, drafts, confidence,
             looked.legal, looked.packed, self._cache, self._sampling, model.cfg, model.numerics,
@@ -384,10 +400,10 @@ class Engine:
         works = [work if slot in slots else None for slot, work in enumerate(self._working())]
         return self._structured.masks(works, drafts)
 
-    def _end(self, looked: Looked) -> list[Update]:
-        """End the requests that cannot go on under their grammars."""
+    def _end(self, failures: Iterable[tuple[int, Exception]]) -> list[Update]:
+        """End the requests of these slots, which cannot go on."""
         ended = []
-        for slot, error in looked.failures():
+        for slot, error in failures:
             work = self._seat(slot).work
             self._finish(slot)
             ended.append(Update(work.number, "", len(work.raw), error=error))

@@ -17,6 +17,7 @@ from deepinfer_jax.edits import Edits
 from deepinfer_jax.engine import programs
 from deepinfer_jax.engine.sizes import Sizes
 from deepinfer_jax.grammar import State
+from deepinfer_jax.images.spans_in_prompt import places_of
 from deepinfer_jax.requests import Request, Result, Timing
 from deepinfer_jax.rounds import Round
 from deepinfer_jax.sampling import Sampled, Sampling
@@ -158,7 +159,7 @@ def _edits_of(work: Work, cfg: ModelConfig, sizes: Sizes) -> Edits:
     request, asked = work.request, work.request.options
     return editing.make_edits(
         cfg.vocab_size,
-        request.tokens,
+        said(request, cfg),
         work.transcript.tokens,
         bias=dict(asked.biases),
         allowed=asked.allowed_token_ids,
@@ -170,6 +171,14 @@ def _edits_of(work: Work, cfg: ModelConfig, sizes: Sizes) -> Edits:
         least=asked.min_tokens,
         forced=padded(asked.golden_token_ids, sizes.forced),
     )
+
+
+def said(request: Request, cfg: ModelConfig) -> list[int]:
+    """The tokens of the prompt that are text: those of images are places, and no repetition."""
+    if cfg.vision is None:
+        return list(request.tokens)
+    shown = {place for image in request.images for place in places_of(image, cfg.vision)}
+    return [token for place, token in enumerate(request.tokens) if place not in shown]
 
 
 def padded(ids: Sequence[int], size: int) -> list[int]:

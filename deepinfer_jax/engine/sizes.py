@@ -7,12 +7,15 @@ import math
 from collections.abc import Iterable, Sequence
 
 from deepinfer_jax.cache import Paging
-from deepinfer_jax.config import ModelConfig
+from deepinfer_jax.config import ModelConfig, VisionConfig
+from deepinfer_jax.images.gallery import KEPT_BYTES
+from deepinfer_jax.images.spans_in_prompt import places_of
 from deepinfer_jax.requests import Request
 from deepinfer_jax.rows import power_of_two
 
 DEFAULT_SLOTS = 8
 PREFILL_ROWS = (32, 256)  # rows of a call that runs prompts
+IMAGE_ROWS = (*PREFILL_ROWS, 1024)  # of one with images, which have 1,024 at most as released
 SHORTEST_CAPACITY = 512  # tokens a slot can hold; longer ones double it
 PAGE_TOKENS = 64
 STOP_IDS = 4  # end tokens a slot can have; more double it
@@ -30,8 +33,11 @@ class Sizes:
     stop_ids   most ids that end a reply
     edits      whether requests may change their logits (`Options.edits`)
     forced     tokens of a reply that they may force (`golden_token_ids`)
+    span       most tokens of an image's span; as many as PREFILL_ROWS has there is always room for
+    picture_bytes  memory of the host for encoded pictures that may be shown again
 
-    An engine that is given a request beyond the last three grows, and compiles its programs again.
+    An engine that is given a request beyond stop_ids, edits or forced grows, and compiles its
+    programs again.
     """
 
     slots: int
@@ -42,6 +48,13 @@ class Sizes:
     stop_ids: int = STOP_IDS
     edits: bool = False
     forced: int = 0
+    span: int = 0
+    picture_bytes: int = KEPT_BYTES
+
+    @property
+    def step_rows(self) -> int:
+        """Rows of a step with prompts: those of the longest call, and one of every slot."""
+        return max(PREFILL_ROWS[-1], image_rows(self.span)) + self.slots
 
     @property
     def paging(self) -> Paging:
@@ -72,6 +85,7 @@ def sizes_for(
     slots = slots_for(len(requests), batch_size)
     snapshots = slots if len(requests) > 1 else 0
     made = make_sizes(slots, capacity_for(requests, max_length), cfg, snapshots)
+    made = dataclasses.replace(made, span=max(span_lengths(requests, cfg.vision), default=0))
     return grown(made, requests)
 
 
@@ -108,6 +122,18 @@ def prefill_rows(waiting: int) -> int:
     """
     small = PREFILL_ROWS[0]
     return max((size for size in PREFILL_ROWS if size <= 2 * waiting), default=small)
+
+
+def span_lengths(requests: Iterable[Request], vision: VisionConfig | None) -> list[int]:
+    """Of all images of `requests`, for a model with this tower."""
+    if vision is None:
+        return []
+    return [len(places_of(image, vision)) for each in requests for image in each.images]
+
+
+def image_rows(length: int) -> int:
+    """Rows of a call that holds an image's span of `length` tokens."""
+    return next((size for size in IMAGE_ROWS if size >= length), power_of_two(length))
 
 
 def _ends(request: Request) -> int:

@@ -19,10 +19,21 @@ import jax
 import numpy as np
 
 from deepinfer_jax.cache import Cache
+from deepinfer_jax.config import VisionConfig
 from deepinfer_jax.engine import programs
-from deepinfer_jax.engine.sizes import MOST_STEPS, PREFILL_ROWS, Sizes
+from deepinfer_jax.engine.calls import illustrated
+from deepinfer_jax.engine.sizes import (
+    MOST_STEPS,
+    PREFILL_ROWS,
+    Sizes,
+    image_rows,
+    span_lengths,
+)
 from deepinfer_jax.engine.watch import Signature, compilations, name_of, signature
 from deepinfer_jax.grammar import bits
+from deepinfer_jax.images import encoding
+from deepinfer_jax.images.gallery import encoding_call
+from deepinfer_jax.images.pixels import Picture
 from deepinfer_jax.loading import Model
 from deepinfer_jax.planning.policies import Move
 from deepinfer_jax.requests import Request
@@ -47,6 +58,7 @@ class Needs:
     prompt_rows: sizes of calls with prompts. shared: some begin alike, for a page or more.
     free, ruled: replies of more than the token that their prompt gives, without and with grammars.
     masked: a prompt's own token may have to follow a grammar.
+    image_rows: sizes of calls with images. pictures: one of each class of sizes, of the tower.
     """
 
     prompt_rows: tuple[int, ...]
@@ -54,10 +66,12 @@ class Needs:
     free: bool
     ruled: bool
     masked: bool
+    image_rows: tuple[int, ...] = ()
+    pictures: tuple[Picture, ...] = ()
 
 
-def needs(requests: Sequence[Request], sizes: Sizes) -> Needs:
-    """Of `requests` in an engine of `sizes`; never too little."""
+def needs(requests: Sequence[Request], sizes: Sizes, vision: VisionConfig | None = None) -> Needs:
+    """Of `requests` in an engine of `sizes`; never too little. `vision`: of the model's tower."""
     scarce = sizes.pages < sizes.slots * sizes.table  # then replies may be prompts once more
     lengths = [len(r.tokens) + (r.options.max_tokens if scarce else 0) for r in requests]
     together = sum(sorted(lengths)[-sizes.slots :])
@@ -66,13 +80,30 @@ def needs(requests: Sequence[Request], sizes: Sizes) -> Needs:
     page = sizes.page_tokens
     heads = collections.Counter(r.tokens[:page] for r in requests if len(r.tokens) > page)
     longer = [r for r in requests if r.options.max_tokens > 1]
+    spans = span_lengths(requests, vision)
     return Needs(
         prompt_rows=rows,
         shared=bool(sizes.snapshots) and any(count > 1 for count in heads.values()),
         free=any(r.options.rule is None for r in longer),
         ruled=any(r.options.rule is not None for r in longer),
         masked=any(r.options.rule is not None for r in requests),
+        image_rows=tuple(sorted({image_rows(length) for length in spans})),
+        pictures=_every_size(requests, vision),
     )
+
+
+def _every_size(requests: Sequence[Request], vision: VisionConfig | None) -> tuple[Picture, ...]:
+    """One picture of each class of sizes that `requests` show."""
+    shown = [image.picture for each in requests for image in each.images]
+    if vision is None:
+        return ()
+    ratio = vision.downsample_ratio
+    found = {
+        encoding.size_class(each.height, each.width, ratio): each
+        for each in shown
+        if isinstance(each, Picture)
+    }
+    return tuple(found[size] for size in sorted(found, reverse=True))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -100,6 +131,7 @@ def planned(
     every = [
         *_prompts(model, sizes, needs, running, cache, sampling),
         *_rounds(model, sizes, needs, moves, running, cache, sampling),
+        *_pictures(model, needs),
     ]
     slots, none = np.zeros(sizes.slots, np.int32), np.zeros(sizes.slots, bool)
     if needs.shared:
@@ -120,14 +152,25 @@ def _prompts(
 ) -> Iterator[Planned]:
     none = np.zeros(sizes.slots, bool)
     masks = [None, _masks(model, sizes)] if needs.masked else [None]
-    for rows in needs.prompt_rows:
+    text = [programs.make_rows([], rows) for rows in needs.prompt_rows]
+    shown = [programs.make_rows([], rows) for rows in needs.image_rows]
+    shown = [illustrated(rows, [], model.cfg, model.numerics) for rows in shown]
+    for rows in (*text, *shown):
+        what = "prompts" if rows.embeddings is None else "prompts with images"
         for packed in masks:
             yield Planned(
-                f"prompts, {rows} rows" + (" under grammars" if packed is not None else ""),
+                f"{what}, {rows.slots.shape[0]} rows"
+                + (" under grammars" if packed is not None else ""),
                 programs.fill_program,
-                (model.params, model.tables, programs.make_rows([], rows), none, none, running,
-                 cache, sampling, model.cfg, model.numerics, packed),
+                (model.params, model.tables, rows, none, none, running, cache, sampling,
+                 model.cfg, model.numerics, packed),
             )  # fmt: skip
+
+
+def _pictures(model: Model, needs: Needs) -> Iterator[Planned]:
+    for each in needs.pictures:
+        program, args = encoding_call(each, model.params, model.cfg, model.numerics)
+        yield Planned(f"images of {each.height} x {each.width} patches", program, args)
 
 
 def _rounds(

@@ -35,6 +35,11 @@ def grid_of(image: Picture | Features, vision: VisionConfig) -> tuple[int, int]:
     return -(-image.height // ratio), -(-image.width // ratio)
 
 
+def places_of(image: ImageSpan, vision: VisionConfig) -> range:
+    """The places of its span."""
+    return range(image.start, image.start + spans.span_length(*grid_of(image.picture, vision)))
+
+
 def place_images(
     tokens: Sequence[int], images: Sequence[Picture | Features], token: int, vision: VisionConfig
 ) -> tuple[tuple[int, ...], tuple[ImageSpan, ...]]:

@@ -234,7 +234,6 @@ class LLM:
             dataclasses.replace(first, id=f"{name}/{k}", seed=sample_seed(seed, k))
             for k in range(params.n)
         )  # fmt: skip
-        _check_scores(first, params, place)
         if "messages" in prompt:
             text = self.tokenizer.decode(_shown(first, self.model.cfg.vision))
         return Asked(text, params, samples)
@@ -280,17 +279,6 @@ def _images(given: Any, place: str) -> dict[str, Any]:
             f"{reprlib.repr(given)}"
         )
     return {"images": given["image"]}
-
-
-def _check_scores(request: Request, params: SamplingParams, place: str) -> None:
-    """Raise ValueError where a scoring pass would be needed that sees no images."""
-    names = ("prompt_logprobs", "top_logprobs", "return_routed_experts")
-    asked = [name for name in names if getattr(params, name)]
-    if request.images and asked:
-        raise ValueError(
-            f"{place}: {asked[0]} is computed for prompts without images only, this one has "
-            f"{len(request.images)}: leave it out; `logprobs` of a reply are there without it"
-        )
 
 
 def _shown(request: Request, vision: VisionConfig | None) -> Sequence[int]:

@@ -81,9 +81,10 @@ class RequestOutput:
     Attributes:
       request_id: the prompt's place in the call, as text.
       prompt: its text, of a chat as it was rendered; None where token ids were given.
-      prompt_token_ids: what the model read.
+      prompt_token_ids: what the model read; the places of an image hold the image token.
       prompt_logprobs: of tokens 1, 2, .. of the prompt, at temperature 1 without truncation: one
-        less than it has tokens. None unless asked for.
+        less than it has tokens. At places of images they mean nothing. None unless asked for, and
+        where a prompt with images has no first reply.
       prompt_top_logprobs: the most probable tokens at the same places, as in `CompletionOutput`;
         None unless both were asked for.
       outputs: the n replies.

@@ -53,22 +53,24 @@ def _score(
 ) -> dict[str | int, Scored]:
     """Scores by request, of prompt and reply, as far as they are asked for.
 
-    Where only the prompt's are, they come with the first reply to it.
+    Where only the prompt's are, they come with the first reply to it. A prompt with images that has
+    no reply has no scores either: its images may be why.
     """
-    groups: dict[tuple[int, bool], list[tuple[str | int, tuple[int, ...]]]] = {}
+    groups: dict[tuple[int, bool], list[tuple[Request, tuple[int, ...]]]] = {}
     for one in asked:
         params, kind = one.params, (one.params.top_logprobs, one.params.return_routed_experts)
         whole = params.top_logprobs > 0 or params.return_routed_experts
         chosen = one.samples if whole else one.samples[:1] if params.prompt_logprobs else ()
         for k, request in enumerate(chosen):
-            reply = results[request.id].tokens if request.id in results and whole else ()
-            if reply or (k == 0 and params.prompt_logprobs):
-                groups.setdefault(kind, []).append((request.id, request.tokens + reply))
+            done = request.id in results
+            reply = results[request.id].tokens if done and whole else ()
+            if reply or (k == 0 and params.prompt_logprobs and (done or not request.images)):
+                groups.setdefault(kind, []).append((request, request.tokens + reply))
     found: dict[str | int, Scored] = {}
     for (top, routed), members in groups.items():
-        sequences = [tokens for _, tokens in members]
-        scores = scoring.score_sequences(model, sequences, top=top, routed=routed)
-        found |= zip((name for name, _ in members), scores, strict=True)
+        sequences, images = [tokens for _, tokens in members], [each.images for each, _ in members]
+        scores = scoring.score_sequences(model, sequences, top=top, routed=routed, images=images)
+        found |= zip((each.id for each, _ in members), scores, strict=True)
     return found
 
 
@@ -96,7 +98,7 @@ def _output(
     numerics: str,
 ) -> RequestOutput:
     params, first, prompt_end = one.params, one.samples[0].id, len(one.tokens) - 1
-    own = scored[first] if params.prompt_logprobs else None
+    own = scored.get(first) if params.prompt_logprobs else None
     return RequestOutput(
         request_id=str(first),
         prompt=one.text,

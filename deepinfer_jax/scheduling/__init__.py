@@ -12,7 +12,8 @@ pieces fit, from the bottom:
   pooling state and n-gram history must come from a snapshot, so entries exist where one was kept.
 - `jobs` says what there is to do (`Job`) and with what (`Limits`), `orders` who goes first. An
   order gives each job a rank once and for all. Waiting, prompt rows, pages and preemption all go
-  by it, which is why the first of all jobs always gets on and none starves.
+  by it, which is why the first of all jobs always gets on and none starves. A `Span` of a prompt
+  is computed at once: no chunk and no beginning ends inside it.
 - `tickets` and `seats` remember jobs that wait and jobs in slots. A slot gets the pages of its
   whole prompt when it is seated, those of its reply as it decodes. When none are free, idle
   prefixes go first, then the seats that stand last: *preemption by recomputation*. Such a job
@@ -31,7 +32,7 @@ pieces fit, from the bottom:
                 scheduler.finish(slot)
 """
 
-from deepinfer_jax.scheduling.jobs import MOST_URGENT, Job, Limits
+from deepinfer_jax.scheduling.jobs import MOST_URGENT, Job, Limits, Span
 from deepinfer_jax.scheduling.orders import FirstCome, Order, Priority, ShortestFirst
 from deepinfer_jax.scheduling.scheduler import Scheduler, Usage
 from deepinfer_jax.scheduling.step import Chunk, Grant, Preempted, Saved, Seated, Step
@@ -50,6 +51,7 @@ __all__ = [
     "Scheduler",
     "Seated",
     "ShortestFirst",
+    "Span",
     "Step",
     "Usage",
 ]

@@ -52,6 +52,11 @@ class Limits:
                 f"running slots; got rows={self.rows}, slots={self.slots}"
             )
 
+    @property
+    def longest_span(self) -> int:
+        """Most tokens of a span: what a step has room for while every other slot decodes."""
+        return self.rows - (self.slots if self.mixed else 0)
+
     def pages_for(self, tokens: int) -> int:
         """Pages that hold `tokens` tokens."""
         return -(-tokens // self.page_tokens)
@@ -73,6 +78,33 @@ class Limits:
                 f"{needs} = {self.pages_for(total)} pages of {self.page_tokens}, there are "
                 f"{self.pages}; shorten the prompt, lower max_tokens or raise Limits.pages"
             )
+        for span in job.spans:
+            if span.length > self.longest_span:
+                beside = f" less {self.slots} for slots that decode" if self.mixed else ""
+                raise ValueError(
+                    f"job {job.id!r} has an image of {span.length} tokens at {span.start}, which "
+                    f"are computed at once; a step has {self.rows} rows{beside} = "
+                    f"{self.longest_span}: show a smaller image or raise Limits.rows"
+                )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Span:
+    """Tokens of a prompt that must be computed at once: an image.
+
+    Attributes:
+      start, length: the places that it takes.
+      key: names what stands there, beside the token ids: equal keys, equal contents.
+    """
+
+    start: int
+    length: int
+    key: bytes
+
+    @property
+    def end(self) -> int:
+        """The place behind it."""
+        return self.start + self.length
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -86,6 +118,7 @@ class Job:
       priority: 0 to MOST_URGENT; only `orders.Priority` looks at it.
       reuse: whether it may begin from what another job computed, and others from what it computes.
         False where every prompt row has to run, as for log-probabilities of the prompt.
+      spans: parts of the prompt that no chunk may split, in order.
     """
 
     id: Hashable
@@ -93,6 +126,7 @@ class Job:
     max_tokens: int
     priority: int = 0
     reuse: bool = True
+    spans: tuple[Span, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.tokens:
@@ -101,6 +135,24 @@ class Job:
         check_integer("priority", self.priority, 0)
         if self.priority > MOST_URGENT:
             raise ValueError(f"priority must be at most {MOST_URGENT}, got {self.priority}")
+        self._check_spans()
+
+    def whole(self, end: int) -> int:
+        """`end`, or the start of the span that a chunk up to `end` would split."""
+        return next((s.start for s in self.spans if s.start < end < s.end), end)
+
+    def _check_spans(self) -> None:
+        before = 0
+        for span in self.spans:
+            check_integer("start of a span", span.start, 0)
+            check_integer("length of a span", span.length, 1)
+            if not before <= span.start <= len(self.tokens) - span.length:
+                raise ValueError(
+                    f"spans of job {self.id!r} must stand in order inside its {len(self.tokens)} "
+                    f"prompt tokens, got one of {span.length} tokens at {span.start} behind one "
+                    f"that ends at {before}"
+                )
+            before = span.end
 
 
 def check_integer(name: str, value: object, least: int) -> None:

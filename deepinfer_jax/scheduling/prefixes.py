@@ -14,7 +14,9 @@ import collections
 import dataclasses
 import hashlib
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
+from deepinfer_jax.scheduling.jobs import Span
 from deepinfer_jax.scheduling.pages import Pages
 
 
@@ -23,7 +25,7 @@ class Entry:
     """A known beginning.
 
     Attributes:
-      key: digest of its tokens, see `page_keys`.
+      key: digest of its tokens, see `beginnings`.
       tokens: its length, a whole number of pages.
       pages: the pages that hold it, in order.
       snapshot: number of the snapshot of a slot's state right after these tokens.
@@ -35,20 +37,39 @@ class Entry:
     snapshot: int
 
 
-def page_keys(tokens: Sequence[int], page_tokens: int, salt: str) -> tuple[bytes, ...]:
-    """A key for each full page of `tokens` that a hit may cover.
+class Beginning(NamedTuple):
+    """The first `tokens` tokens of a prompt, a whole number of pages, and the key of what they are.
 
-    The key of a page is a 256-bit digest of the key before it and the page's token ids, so equal
-    keys mean equal beginnings. The first one starts from `salt`, which names the weights and the
-    numerics. The last token always stays out: its row must run to give the next token's logits.
+    Equal keys mean equal beginnings.
+    """
+
+    tokens: int
+    key: bytes
+
+
+def beginnings(
+    tokens: Sequence[int], page_tokens: int, salt: str, spans: Sequence[Span] = ()
+) -> tuple[Beginning, ...]:
+    """The beginnings of `tokens` that a hit may cover: up to each boundary between two pages.
+
+    A boundary inside a span is left out: a state there would be that of a span computed in two
+    parts. A key is a 256-bit digest of the key before it, of the token ids in between and of the
+    spans among them, whose ids do not say what they show. The first one starts from `salt`, which
+    names the weights and the numerics. The last token always stays out: its row must run to give
+    the next token's logits.
     """
     key = hashlib.blake2b(salt.encode(), digest_size=32).digest()
-    keys = []
+    found, before = [], 0
     for end in range(page_tokens, len(tokens), page_tokens):
-        ids = array.array("q", tokens[end - page_tokens : end]).tobytes()
-        key = hashlib.blake2b(key + ids, digest_size=32).digest()
-        keys.append(key)
-    return tuple(keys)
+        if any(span.start < end < span.end for span in spans):
+            continue
+        inside = [span for span in spans if before <= span.start < end]
+        ids = array.array("q", [end - before, *tokens[before:end]]).tobytes()
+        shown = [(span.start, span.length, span.key) for span in inside]
+        key = hashlib.blake2b(key + ids + repr(shown).encode(), digest_size=32).digest()
+        found.append(Beginning(end, key))
+        before = end
+    return tuple(found)
 
 
 class Prefixes:
@@ -73,9 +94,9 @@ class Prefixes:
     def __iter__(self) -> Iterator[Entry]:
         return iter(self._entries.values())
 
-    def find(self, keys: Sequence[bytes]) -> Entry | None:
-        """The longest known beginning among `keys` (of one sequence, in order)."""
-        for key in reversed(keys):
+    def find(self, beginnings: Sequence[Beginning]) -> Entry | None:
+        """The longest known one among `beginnings` (of one sequence, in order)."""
+        for _, key in reversed(beginnings):
             if key in self._entries:
                 return self._entries[key]
         return None

@@ -9,7 +9,7 @@ from collections.abc import Hashable
 from deepinfer_jax.scheduling import sharing
 from deepinfer_jax.scheduling.jobs import Job, Limits, check_integer
 from deepinfer_jax.scheduling.orders import FirstCome, Order
-from deepinfer_jax.scheduling.prefixes import page_keys
+from deepinfer_jax.scheduling.prefixes import Beginning, beginnings
 from deepinfer_jax.scheduling.seats import Seats
 from deepinfer_jax.scheduling.step import Chunk, Grant, Preempted, Saved, Seated, Step
 from deepinfer_jax.scheduling.tickets import Ticket, Waiting
@@ -56,7 +56,7 @@ class Scheduler:
         """
         self._check(job)
         arrival = next(self._arrivals)
-        ticket = Ticket(job, (self._order.rank(job, arrival), arrival), self._keys(job))
+        ticket = Ticket(job, (self._order.rank(job, arrival), arrival), self._beginnings(job))
         self._jobs[job.id] = ticket
         self._waiting.add(ticket)
 
@@ -125,7 +125,7 @@ class Scheduler:
         waiting = list(self._waiting)
         self._waiting = Waiting()
         for ticket in self._jobs.values():
-            ticket.keys = self._keys(ticket.job)
+            ticket.beginnings = self._beginnings(ticket.job)
         for ticket in waiting:
             self._waiting.add(ticket)
 
@@ -206,7 +206,7 @@ class Scheduler:
         for ticket in list(self._waiting) if free else ():
             if not free:
                 return
-            entry = self._seats.prefixes.find(ticket.keys)
+            entry = self._seats.prefixes.find(ticket.beginnings)
             if sharing.worth_waiting(ticket, entry, coming):
                 continue
             seat = self._seats.enter(ticket, entry, free[0])
@@ -214,7 +214,7 @@ class Scheduler:
                 return  # a smaller job that slipped past could make this one wait for ever
             free.pop(0)
             self._waiting.remove(ticket)
-            known = len(entry.pages) if entry else 0
+            known = entry.tokens if entry else 0
             seat.cuts = sharing.cuts(ticket, known, self._waiting, self.limits)
             sharing.promise(coming, seat)
             snapshot = entry.snapshot if entry else None
@@ -228,15 +228,18 @@ class Scheduler:
         for seat in self._seats:
             if not seat.filling or not rows:
                 continue
-            while seat.cuts and seat.cuts[0][1] in prefixes:
+            while seat.cuts and seat.cuts[0].key in prefixes:
                 seat.cuts.popleft()  # somebody else was there first
-            start, job = seat.done, seat.ticket.job.id
-            seat.done = min(seat.cuts[0][0] if seat.cuts else seat.prompt, start + rows)
+            start, job = seat.done, seat.ticket.job
+            end = seat.cuts[0].tokens if seat.cuts else seat.prompt
+            seat.done = job.whole(min(end, start + rows))
+            if seat.done == start:
+                continue  # its span waits for more rows: the first seat always has enough
             rows -= seat.done - start
             made.chunks.append(
-                Chunk(seat.slot, job, start, seat.done - start, last=not seat.filling)
+                Chunk(seat.slot, job.id, start, seat.done - start, last=not seat.filling)
             )
-            if seat.cuts and seat.cuts[0][0] == seat.done:
+            if seat.cuts and seat.cuts[0].tokens == seat.done:
                 _, key = seat.cuts.popleft()
                 pages = seat.pages[: self.limits.pages_for(seat.done)]
                 entry = prefixes.keep(key, seat.done, pages)
@@ -250,10 +253,10 @@ class Scheduler:
         if job.id in self._jobs:
             raise ValueError(f"job id {job.id!r} is taken by an unfinished job; ids must differ")
 
-    def _keys(self, job: Job) -> tuple[bytes, ...]:
+    def _beginnings(self, job: Job) -> tuple[Beginning, ...]:
         if not self.limits.snapshots or not job.reuse:
             return ()
-        return page_keys(job.tokens, self.limits.page_tokens, self._salt)
+        return beginnings(job.tokens, self.limits.page_tokens, self._salt, job.spans)
 
 
 @dataclasses.dataclass(slots=True)

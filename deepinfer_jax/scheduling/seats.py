@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from deepinfer_jax.scheduling.jobs import Limits
 from deepinfer_jax.scheduling.pages import Pages
-from deepinfer_jax.scheduling.prefixes import Entry, Prefixes
+from deepinfer_jax.scheduling.prefixes import Beginning, Entry, Prefixes
 from deepinfer_jax.scheduling.tickets import Ticket
 
 
@@ -21,7 +21,7 @@ class Seat:
       prompt: tokens to compute before one is sampled: the prompt, and what the job had emitted
         before it was seated.
       done: how many of them are computed.
-      cuts: (tokens, key) of the boundaries ahead that are to become entries of the prefix cache.
+      cuts: the beginnings ahead that are to become entries of the prefix cache.
     """
 
     ticket: Ticket
@@ -29,9 +29,7 @@ class Seat:
     pages: list[int]
     prompt: int
     done: int
-    cuts: collections.deque[tuple[int, bytes]] = dataclasses.field(
-        default_factory=collections.deque
-    )
+    cuts: collections.deque[Beginning] = dataclasses.field(default_factory=collections.deque)
 
     @property
     def rank(self) -> tuple[int, int]:

@@ -6,7 +6,7 @@ import collections
 from collections.abc import Mapping
 
 from deepinfer_jax.scheduling.jobs import Limits
-from deepinfer_jax.scheduling.prefixes import Entry
+from deepinfer_jax.scheduling.prefixes import Beginning, Entry
 from deepinfer_jax.scheduling.seats import Seat
 from deepinfer_jax.scheduling.tickets import Ticket, Waiting
 
@@ -15,18 +15,19 @@ Rank = tuple[int, int]
 
 def cuts(
     ticket: Ticket, known: int, waiting: Waiting, limits: Limits
-) -> collections.deque[tuple[int, bytes]]:
-    """(tokens, key) of each boundary to keep, of a prompt whose first `known` pages are an entry.
+) -> collections.deque[Beginning]:
+    """The beginnings to keep, of a prompt whose first `known` tokens are an entry.
 
     Kept is where the prompt parts from one that waits: that job begins there. So n samples of a
     prompt are computed once, and so are the examples in front of a list of questions. Where
     `limits.keep` says so, the last boundary is kept for jobs to come.
     """
-    keys, last = ticket.keys, len(ticket.keys) - 1
+    every, last = ticket.beginnings, len(ticket.beginnings) - 1
     return collections.deque(
-        ((page + 1) * limits.page_tokens, keys[page])
-        for page in range(known, len(keys))
-        if waiting.ends_at(keys, page) or (page == last and limits.keep == "ends")
+        beginning
+        for number, beginning in enumerate(every)
+        if beginning.tokens > known
+        and (waiting.ends_at(every, number) or (number == last and limits.keep == "ends"))
     )
 
 
@@ -42,5 +43,9 @@ def worth_waiting(ticket: Ticket, entry: Entry | None, coming: Mapping[bytes, Ra
     What comes from one that stands behind is not waited for: jobs that slip past could make a job
     wait for ever.
     """
-    known = len(entry.pages) if entry else 0
-    return any(coming.get(key, ticket.rank) < ticket.rank for key in ticket.keys[known:])
+    known = entry.tokens if entry else 0
+    return any(
+        coming.get(key, ticket.rank) < ticket.rank
+        for tokens, key in ticket.beginnings
+        if tokens > known
+    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable
+from collections.abc import Collection, Hashable
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -82,6 +82,14 @@ class Step:
     decode: tuple[int, ...] = ()
     ahead: int = 1
     saved: tuple[Saved, ...] = ()
+
+    def without(self, slots: Collection[int]) -> Step:
+        """The step without prompt rows and snapshots of `slots`, whose jobs have ended."""
+        return dataclasses.replace(
+            self,
+            chunks=tuple(chunk for chunk in self.chunks if chunk.slot not in slots),
+            saved=tuple(saved for saved in self.saved if saved.slot not in slots),
+        )
 
     @property
     def idle(self) -> bool:

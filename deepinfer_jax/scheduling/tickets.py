@@ -8,6 +8,7 @@ import dataclasses
 from collections.abc import Iterator
 
 from deepinfer_jax.scheduling.jobs import Job
+from deepinfer_jax.scheduling.prefixes import Beginning
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -16,13 +17,13 @@ class Ticket:
 
     Attributes:
       rank: its place among all jobs, (rank of the order, arrival); no two are equal.
-      keys: of the pages of its prompt (`prefixes.page_keys`); none if it takes no part in sharing.
+      beginnings: of its prompt (`prefixes.beginnings`); none if it takes no part in sharing.
       emitted: tokens of its reply so far; they survive preemption.
     """
 
     job: Job
     rank: tuple[int, int]
-    keys: tuple[bytes, ...]
+    beginnings: tuple[Beginning, ...]
     emitted: int = 0
 
     @property
@@ -37,11 +38,11 @@ class Ticket:
 
 
 class Waiting:
-    """Tickets in the order of their ranks, and how many of them begin with which pages."""
+    """Tickets in the order of their ranks, and how many of them have which beginnings."""
 
     def __init__(self) -> None:
         self._tickets: list[Ticket] = []
-        self._beginnings: collections.Counter[bytes] = collections.Counter()
+        self._beginnings: collections.Counter[Beginning] = collections.Counter()
 
     def __len__(self) -> int:
         return len(self._tickets)
@@ -52,22 +53,22 @@ class Waiting:
     def add(self, ticket: Ticket) -> None:
         """Put `ticket` in its place."""
         bisect.insort(self._tickets, ticket, key=_rank)
-        self._beginnings.update(ticket.keys)
+        self._beginnings.update(ticket.beginnings)
 
     def remove(self, ticket: Ticket) -> None:
         """Take `ticket` out."""
         place = bisect.bisect_left(self._tickets, ticket.rank, key=_rank)
         assert self._tickets[place] is ticket, "the ticket does not wait"
         del self._tickets[place]
-        for key in ticket.keys:
-            self._beginnings[key] -= 1
-            if not self._beginnings[key]:
-                del self._beginnings[key]
+        for beginning in ticket.beginnings:
+            self._beginnings[beginning] -= 1
+            if not self._beginnings[beginning]:
+                del self._beginnings[beginning]
 
-    def ends_at(self, keys: tuple[bytes, ...], page: int) -> bool:
-        """Whether what some ticket here has in common with `keys` ends with page number `page`."""
-        common = self._beginnings[keys[page]]
-        return common > (self._beginnings[keys[page + 1]] if page + 1 < len(keys) else 0)
+    def ends_at(self, every: tuple[Beginning, ...], number: int) -> bool:
+        """Whether what some ticket here has in common with `every` ends with its `number`."""
+        common = self._beginnings[every[number]]
+        return common > (self._beginnings[every[number + 1]] if number + 1 < len(every) else 0)
 
 
 def _rank(ticket: Ticket) -> tuple[int, int]:

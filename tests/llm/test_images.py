@@ -89,13 +89,3 @@ def test_prompts_that_do_not_fit_their_images_are_refused(prompt, said, asked):
     with pytest.raises(ValueError, match=rf"prompts\[0\].*{said}"):
         model().generate(prompt, PARAMS)
     assert not asked
-
-
-@pytest.mark.parametrize(
-    "score", [{"prompt_logprobs": True}, {"top_logprobs": 1}, {"return_routed_experts": True}]
-)
-def test_scores_of_prompts_with_images_are_refused(score, asked):
-    prompt = {"prompt_token_ids": [TOKEN], "multi_modal_data": {"image": WIDE}}
-    with pytest.raises(ValueError, match=f"{min(score)} is computed for prompts without"):
-        model().generate(prompt, dataclasses.replace(PARAMS, **score))
-    assert not asked

@@ -31,10 +31,19 @@ def ends(token: int) -> bool:
     return token % 31 == 0
 
 
+def contents(job: Job) -> list[int]:
+    """What stands at the places of the prompt: token ids, but in a span what it shows there."""
+    shown = list(job.tokens)
+    for span in job.spans:
+        for place in range(span.start, span.end):
+            shown[place] = hash((span.key, place - span.start))
+    return shown
+
+
 def alone(job: Job, stopping: bool = True) -> list[int]:
     """The reply of `job`, without any scheduling; unless `stopping`, it has max_tokens."""
     state = EMPTY
-    for token in job.tokens:
+    for token in contents(job):
         state = absorb(state, token)
     reply = [following(state)]
     while not (stopping and ends(reply[-1])) and len(reply) < job.max_tokens:
@@ -127,7 +136,7 @@ class Device:
             else:
                 tokens, state = self._snapshots[seated.snapshot]
                 assert tokens == seated.reused > 0
-            known = [*job.tokens, *self.replies[job.id]]
+            known = [*contents(job), *self.replies[job.id]]
             assert seated.prompt == len(known)
             assert seated.reused < seated.prompt, "no row is left to sample from"
             self.slots[seated.slot] = Slot(
@@ -140,6 +149,10 @@ class Device:
         assert slot.job.id == chunk.job
         assert chunk.start == slot.length
         assert chunk.count > 0
+        for span in slot.job.spans:
+            inside = {*range(span.start, span.end)}
+            part = inside & {*range(chunk.start, chunk.start + chunk.count)}
+            assert part in (set(), inside), "a span is split"
         self._check_pages(slot)
         for _ in range(chunk.count):
             self._feed(slot)

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from deepinfer_jax.scheduling import Job, Limits
+from deepinfer_jax.scheduling import Job, Limits, Span
 
 LIMITS = Limits(slots=2, pages=5, page_tokens=7, rows=11, longest=40)
 
@@ -40,6 +40,13 @@ def test_without_mixed_steps_a_prompt_row_at_a_time_will_do():
         ({"max_tokens": 0}, ValueError, "max_tokens must be at least 1, got 0"),
         ({"priority": -1}, ValueError, "priority must be at least 0, got -1"),
         ({"priority": 10}, ValueError, "priority must be at most 9, got 10"),
+        ({"spans": (Span(0, 0, b""),)}, ValueError, "length of a span must be at least 1, got 0"),
+        ({"spans": (Span(1, 2, b""),)}, ValueError, "2 prompt tokens, got one of 2 tokens at 1 "),
+        (
+            {"spans": (Span(0, 2, b""), Span(1, 1, b""))},
+            ValueError,
+            "got one of 1 tokens at 1 behind one that ends at 2",
+        ),
     ],
 )
 def test_jobs_say_what_is_wrong(changed, error, says):
@@ -62,3 +69,13 @@ def test_what_never_fits_is_refused_with_the_arithmetic():
         LIMITS.check(Job("a", (1,) * 30, 6))
     with pytest.raises(ValueError, match=r"30 prompt .* 11 = 41 tokens, the longest .* is 40;"):
         LIMITS.check(Job("a", (1,) * 30, 11))
+
+
+def test_a_span_that_no_step_can_hold_is_refused_with_the_arithmetic():
+    job = Job("a", (1,) * 12, 3, spans=(Span(1, 3, b""), Span(2 + 2, 8, b"")))
+    dataclasses.replace(LIMITS, rows=10).check(job)
+    with pytest.raises(ValueError, match=r"8 tokens at 4, .* 9 rows less 2 for .* = 7: show"):
+        dataclasses.replace(LIMITS, rows=9).check(job)
+    dataclasses.replace(LIMITS, rows=8, mixed=False).check(job)
+    with pytest.raises(ValueError, match=r"8 tokens .* a step has 7 rows = 7: show a smaller"):
+        dataclasses.replace(LIMITS, rows=7, mixed=False).check(job)

@@ -16,7 +16,15 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from deepinfer_jax.scheduling import FirstCome, Job, Limits, Priority, Scheduler, ShortestFirst
+from deepinfer_jax.scheduling import (
+    FirstCome,
+    Job,
+    Limits,
+    Priority,
+    Scheduler,
+    ShortestFirst,
+    Span,
+)
 from tests.scheduling.device import Device
 
 LONGEST = 30
@@ -47,10 +55,26 @@ def prompts(draw: st.DrawFn) -> tuple[int, ...]:
     return (*head, *tail)
 
 
-def jobs() -> st.SearchStrategy[tuple]:
-    """Prompt, max_tokens, priority, reuse."""
-    reuse = st.sampled_from([True, True, True, False])
-    return st.tuples(prompts(), st.integers(1, 20), st.integers(0, 9), reuse)
+@st.composite
+def spans(draw: st.DrawFn, prompt: tuple[int, ...]) -> tuple[Span, ...]:
+    """Up to three anywhere in the prompt, up to all of it; few contents, so that some are equal."""
+    found, at = [], 0
+    for _ in range(draw(st.sampled_from([0, 0, 1, 2, 3]))):
+        start = at + draw(st.integers(0, 4))
+        length = draw(st.integers(1, 9))
+        if start + length > len(prompt):
+            break
+        found.append(Span(start, length, draw(st.sampled_from([b"sun", b"moon"]))))
+        at = start + length
+    return tuple(found)
+
+
+@st.composite
+def jobs(draw: st.DrawFn) -> tuple:
+    """Prompt, max_tokens, priority, reuse, spans."""
+    prompt = draw(prompts())
+    reuse = draw(st.sampled_from([True, True, True, False]))
+    return prompt, draw(st.integers(1, 20)), draw(st.integers(0, 9)), reuse, draw(spans(prompt))
 
 
 ORDERS = st.sampled_from([FirstCome(), ShortestFirst(5), Priority(3)])
@@ -77,12 +101,17 @@ class Machine(RuleBasedStateMachine):
             self.submit(*job, 1)
         self.submit(*jobs[-1], count)
 
-    def submit(self, tokens, most, priority, reuse, count) -> None:
+    def submit(self, tokens, most, priority, reuse, spans, count) -> None:
         self.names += 1
-        job = Job(self.names, tokens, most, priority, reuse)
+        job = Job(self.names, tokens, most, priority, reuse, spans)
         total = len(tokens) + most
         if total > LONGEST or -(-total // 3) > self.limits.pages:
             with pytest.raises(ValueError, match=f"= {total} "):
+                self.scheduler.submit(job)
+            return
+        room = self.limits.rows - (self.limits.slots if self.limits.mixed else 0)
+        if any(span.length > room for span in spans):
+            with pytest.raises(ValueError, match=f" = {room}: show a smaller image"):
                 self.scheduler.submit(job)
             return
         if count == 1:

@@ -19,6 +19,7 @@ from deepinfer_jax.scheduling import (
     Scheduler,
     Seated,
     ShortestFirst,
+    Span,
     Step,
 )
 from tests.scheduling.device import Device, drain
@@ -298,6 +299,46 @@ def test_a_promise_of_old_weights_is_not_kept():
     steps = drain(device)
     assert device.reused == 0
     assert not any(step.saved for step in steps)
+
+
+# -- spans -----------------------------------------------------------------------------------------
+
+
+def test_a_chunk_ends_before_a_span_that_it_has_no_room_for():
+    limits = dataclasses.replace(LIMITS, rows=8)
+    spans = (Span(3, 6, b"sun"), Span(9, 3, b"moon"))
+    _, device = start(limits, job("a", 13, spans=spans), job("b", 9, first=1))
+    assert run(device).chunks == (Chunk(0, "a", 0, 3, False), Chunk(1, "b", 0, 5, False))
+    assert run(device).chunks == (Chunk(0, "a", 3, 6, False), Chunk(1, "b", 5, 2, False))
+
+
+def test_a_span_waits_for_rows_while_others_get_on():
+    limits = dataclasses.replace(LIMITS, rows=8)
+    late = job("b", 9, first=1, spans=(Span(2, 6, b"sun"),))
+    _, device = start(limits, job("a", 12), late)
+    assert run(device).chunks == (Chunk(0, "a", 0, 8, False),)
+    assert run(device).chunks == (Chunk(0, "a", 8, 4, True), Chunk(1, "b", 0, 2, False))
+    step = run(device)
+    assert (step.decode, step.chunks) == ((0,), (Chunk(1, "b", 2, 7, True),))
+
+
+def shown(*keys: bytes) -> list[Job]:
+    """Prompts of equal token ids, with a span of 5 at 6, which covers the boundary at 8."""
+    return [job(place, 15, spans=(Span(6, 5, key),)) for place, key in enumerate(keys)]
+
+
+def test_a_span_is_shared_by_those_who_show_the_same():
+    _, device = start(SHARING, *shown(b"sun", b"sun", b"sun"))
+    steps = drain(device)
+    assert device.reused == 2 * 12
+    assert [saved.tokens for step in steps for saved in step.saved] == [12]
+
+
+def test_spans_that_show_other_things_share_what_stands_before_them():
+    _, device = start(SHARING, *shown(b"sun", b"moon"))
+    steps = drain(device)
+    assert device.reused == 4  # not 8: that boundary lies inside the span
+    assert [saved.tokens for step in steps for saved in step.saved] == [4]
 
 
 # -- orders, ends and errors -----------------------------------------------------------------------
