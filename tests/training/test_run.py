@@ -5,6 +5,8 @@ import dataclasses
 import functools
 import json
 import shutil
+import threading
+import time
 
 import jax
 import numpy as np
@@ -38,6 +40,25 @@ def test_a_stream_repeats_and_ends_with_a_reason(tmp_path):
     np.testing.assert_array_equal(one.take(3), two.take(3))
     with pytest.raises(EOFError, match="--tokens"):
         one.take(1)
+
+
+def test_a_stream_writes_few_parts_ahead(tmp_path, monkeypatch):
+    written, full = [], threading.Event()
+
+    def write(command, **_):
+        file = command[command.index("--out") + 1]
+        np.save(file, np.full((1, CONTEXT), len(written), np.uint16))
+        written.append(file)
+        if len(written) > stream.AHEAD:
+            full.set()
+
+    monkeypatch.setattr(stream.subprocess, "run", write)
+    monkeypatch.setattr(stream, "PART_TOKENS", CONTEXT)
+    made = stream.Stream(5, 9 * CONTEXT, CONTEXT, tmp_path)
+    assert full.wait(10)
+    time.sleep(0.05)
+    assert len(written) == stream.AHEAD + 1  # the last one waits for its place
+    np.testing.assert_array_equal(made.take(9)[:, 0], range(9))
 
 
 @pytest.mark.exhaustive
