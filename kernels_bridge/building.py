@@ -1,7 +1,7 @@
 """Builds our C++ kernels with the system's compiler, once for each machine and jaxlib.
 
 A handler must be built against the headers of the jaxlib that loads it, and for the processor that
-runs it. The library is kept by a hash of all that it depends on, so that a new jaxlib, compiler,
+runs it. The library is kept by a hash of what it is made of and for, so that a new jaxlib,
 processor or source makes a new one and two processes never overwrite each other's.
 """
 
@@ -22,6 +22,10 @@ COMPILERS = ("c++", "g++", "clang++")
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-shared", "-fPIC", "-ffp-contract=off")
 
 
+_ANOTHER = 'use the form of XLA, rows="tiled" (--rows tiled)'
+_FOLDER = "set XDG_CACHE_HOME to a folder that can be written"
+
+
 class NoKernelsError(OSError):
     """The kernels cannot be built or loaded here; the message says why and what mends it."""
 
@@ -34,14 +38,19 @@ def find_compiler() -> str:
             return found
     raise NoKernelsError(
         f"the CPU kernels need a C++ compiler to be built with, and none of {', '.join(COMPILERS)} "
-        'is on the path: install one (Debian: g++), or use the XLA form, Numerics(rows="tiled")'
+        f"is on the path: install one (Debian: g++), or {_ANOTHER}"
     )
 
 
 def cache_folder() -> Path:
     """Where built libraries are kept: $XDG_CACHE_HOME or ~/.cache."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "deepinfer-jax" / "kernels"
+    base = os.environ.get("XDG_CACHE_HOME")
+    try:
+        return Path(base or Path.home() / ".cache") / "deepinfer-jax" / "kernels"
+    except RuntimeError as error:
+        raise NoKernelsError(
+            f"there is no folder for the CPU kernels ({error}); {_FOLDER}"
+        ) from None
 
 
 def build(include: str, folder: Path | None = None) -> Path:
@@ -51,50 +60,46 @@ def build(include: str, folder: Path | None = None) -> Path:
 
     Raises NoKernelsError where there is no compiler, it fails, or the folder cannot be written.
     """
-    compiler = find_compiler()
     folder = cache_folder() if folder is None else folder
-    path = folder / f"rows-{_fingerprint(compiler, include)}.so"
-    if path.exists():
-        return path
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        print("building the CPU kernels, once for this machine", file=sys.stderr, flush=True)
-        with tempfile.TemporaryDirectory(dir=folder) as work:
-            made = Path(work) / path.name
-            _compile([compiler, *FLAGS, "-isystem", include, str(SOURCE), "-o", str(made)])
-            made.replace(path)  # whole or not at all, also where two processes build
+        path = folder / f"rows-{_fingerprint(include)}.so"
+        if not path.exists():
+            _build(find_compiler(), include, path)
     except NoKernelsError:
         raise
     except OSError as error:
         raise NoKernelsError(
-            f"the CPU kernels could not be built in {folder}: {error}; set XDG_CACHE_HOME to a "
-            "folder that can be written"
+            f"the CPU kernels could not be built in {folder}: {error}; {_FOLDER}"
         ) from error
     return path
 
 
-def _compile(command: list[str]) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise NoKernelsError(
-            f"the CPU kernels do not compile here: {' '.join(command)}\n{done.stderr.strip()}\n"
-            'Use the XLA form, Numerics(rows="tiled"), and report this message'
-        )
+def _build(compiler: str, include: str, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    print("building the CPU kernels, once for this machine", file=sys.stderr, flush=True)
+    with tempfile.TemporaryDirectory(dir=path.parent) as work:
+        made = Path(work) / path.name
+        command = [compiler, *FLAGS, "-isystem", include, str(SOURCE), "-o", str(made)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            said = done.stderr.strip().splitlines() or ["nothing said"]
+            first = next((line for line in said if "error" in line.lower()), said[0])
+            raise NoKernelsError(
+                f"the CPU kernels do not compile with {compiler} (GCC 10, clang 12 or later are "
+                f"needed): {first.strip()}; {_ANOTHER}"
+            )
+        made.replace(path)  # whole or not at all, also where two processes build
 
 
-def _fingerprint(compiler: str, include: str) -> str:
-    """Names everything that the bytes of the library depend on."""
-    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False)
-    api = Path(include, "xla", "ffi", "api")
-    parts = [
+def _fingerprint(include: str) -> str:
+    """Names what the library is made of and for; not the compiler, without which it still runs."""
+    digest = hashlib.sha256()
+    for part in [
         *(path.read_bytes() for path in sorted(SOURCE.parent.iterdir())),
         " ".join(FLAGS).encode(),
-        version.stdout.encode(),
         _processor().encode(),
-        *(path.read_bytes() for path in sorted(api.glob("*.h"))),
-    ]
-    digest = hashlib.sha256()
-    for part in parts:
+        *(path.read_bytes() for path in sorted(Path(include, "xla", "ffi", "api").glob("*.h"))),
+    ]:
         digest.update(len(part).to_bytes(8, "little") + part)
     return digest.hexdigest()[:16]
 

@@ -1,7 +1,8 @@
 """Our C++ kernels as JAX functions: built, loaded and registered at their first use.
 
-All run on a CPU, take any leading axes where `...` stands, and have no gradient of their own
-(`deepinfer_jax.numerics` gives them one). Raises NoKernelsError where they cannot be had.
+All run on a CPU and have no gradient of their own (`deepinfer_jax.numerics` gives them one). Only
+`attend` and `index_scores`, kernels of one row, can be mapped over rows with `jax.vmap`. Raise
+NoKernelsError where they cannot be had.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ _NAMES = (
     "index_cache",
     "best",
 )
+_OF_ONE_ROW = ("attend", "index_scores")
 _ROUNDINGS = {"none": 0, "once": 1, "reference": 2}
 _LOCK = threading.Lock()
 
@@ -55,7 +57,10 @@ def _register() -> ctypes.CDLL:
     try:
         library = ctypes.CDLL(str(path))
     except OSError as error:
-        raise NoKernelsError(f"{path} cannot be loaded: {error}; remove it") from error
+        raise NoKernelsError(
+            f"{path} cannot be loaded: {error}; remove it, or set XDG_CACHE_HOME to a folder from "
+            "which programs may run"
+        ) from error
     for name in _NAMES:
         handler = jax.ffi.pycapsule(getattr(library, f"deepinfer_{name}"))
         jax.ffi.register_ffi_target(f"deepinfer_{name}", handler, platform="cpu")
@@ -64,9 +69,9 @@ def _register() -> ctypes.CDLL:
 
 def _call(name: str, shape: tuple[int, ...], dtype: Any, *operands: jax.Array, **attributes: Any):
     load()
-    call = jax.ffi.ffi_call(
-        f"deepinfer_{name}", jax.ShapeDtypeStruct(shape, dtype), vmap_method="broadcast_all"
-    )
+    mapped = "broadcast_all" if name in _OF_ONE_ROW else None
+    result = jax.ShapeDtypeStruct(shape, dtype)
+    call = jax.ffi.ffi_call(f"deepinfer_{name}", result, vmap_method=mapped)
     return cast(jax.Array, call(*operands, **attributes))
 
 

@@ -52,7 +52,7 @@ class LLM:
         once, default 8; speculative: use of the drafter (`planning`), default none: both decide
         speed and memory only. numerics, weights, rows: as in `load`.
 
-        Raises FileNotFoundError, TypeError or ValueError as `load` does.
+        Raises FileNotFoundError, TypeError, ValueError or NoKernelsError as `load` does.
         """
         if isinstance(model, Model):
             if (max_length, numerics, weights, rows) != (None, None, "auto", None):

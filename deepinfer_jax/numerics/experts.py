@@ -122,12 +122,20 @@ def map_groups(
 
 def _tile_by_tile_here(stacks: Any, numerics: Numerics) -> bool:
     """Whether each tile decodes its own expert: a CPU's kernel takes whole stacks decoded only."""
-    packed = any(map(stored.packed, jax.tree.leaves(stacks, is_leaf=_is_stored)))
-    return numerics.rows == "tiled" or (numerics.rows == "ffi" and packed)
+    leaves = jax.tree.leaves(stacks, is_leaf=_is_stored)
+    whole = all(_is_whole(leaf, numerics) for leaf in leaves)
+    return numerics.rows == "tiled" or (numerics.rows == "ffi" and not whole)
 
 
 def _is_stored(leaf: Any) -> bool:
     return isinstance(leaf, quant.Quantized)
+
+
+def _is_whole(leaf: Any, numerics: Numerics) -> bool:
+    """Whether a kernel can read a stack of weights as it lies in memory, without converting it."""
+    if _is_stored(leaf):
+        return not stored.packed(leaf)
+    return leaf.dtype in (jnp.bfloat16, jnp.dtype(numerics.dtype))
 
 
 def _all_tiles(f, rows, stacks, layer, groups, numerics):
@@ -181,7 +189,7 @@ def _grouped(x, weight, layer, groups, numerics):
             numerics.interpret,
         )  # fmt: skip
     if numerics.rows == "ffi":
-        stack = weight.codes if _is_stored(weight) else round_to(weight, numerics.dtype)
+        stack = weight.codes if _is_stored(weight) else weight
         filled = groups.source.reshape(-1, groups.tile) < groups.slot.shape[0]
         live = jnp.sum(filled, axis=1, dtype=jnp.int32)  # they come first
         return ffi.grouped(x, stack, layer, groups.expert, live)
@@ -210,7 +218,7 @@ def _grouped_forward(x, weight, layer, groups, numerics):
 
 def _grouped_backward(numerics, saved, g):
     x, weight, layer, groups = saved
-    live = jnp.repeat(jnp.arange(groups.expert.shape[0]) < groups.used, groups.tile)[:, None]
+    live = (groups.source < groups.slot.shape[0])[:, None]
     # What no product has written may be NaN, which a gradient of zero would not silence.
     x, g = (jnp.where(live, a, jnp.zeros((), a.dtype)) for a in (x, g))
     ordinary = dataclasses.replace(numerics, rows="batched")

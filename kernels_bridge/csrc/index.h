@@ -20,7 +20,7 @@ inline Lanes over_heads(const float* s, const float* gain, int64_t heads, int64_
   for (int64_t h = 0; h < heads; ++h, s += stride) {
     Lanes term = some == kLanes ? load(s) : load_tail(s, some);
     if (rounding == kReference) term = rounded(term);
-    term = (Lanes)((Words)term & (term > splat(0.0f))) * splat(gain[h]);
+    term = (Lanes)((Words)term & ~(term <= splat(0.0f))) * splat(gain[h]);
     if (rounding == kReference) term = rounded(term);
     sum += term;
   }

@@ -1,7 +1,7 @@
 // Eight float32 lanes, their sum in one order, and bfloat16.
 //
-// Products of two bfloat16 numbers are exact in float32, so a fused multiply-add gives them the same
-// bits as two operations; of float32 operands `madd` is one operation wherever it stands. Compile
+// Normal products of two bfloat16 numbers are exact in float32, so a fused multiply-add gives them the
+// same bits as two operations; of float32 operands `madd` is one operation wherever it stands. Compile
 // with -ffp-contract=off, so that no other multiplication joins an addition.
 
 #pragma once
@@ -33,18 +33,25 @@ inline Lanes madd(Lanes a, Lanes b, Lanes c) {
 
 typedef float Half __attribute__((vector_size(2 * kLanes)));
 
-inline Half fold(Lanes a) {
-  return __builtin_shufflevector(a, a, 0, 1, 2, 3) + __builtin_shufflevector(a, a, 4, 5, 6, 7);
+// Lanes I, J, K, L of a and, counted from Count on, of b.
+template <int Count, int I, int J, int K, int L, class V>
+inline Half pick(V a, V b) {
+#if defined(__clang__) || __GNUC__ >= 12
+  return __builtin_shufflevector(a, b, I, J, K, L);
+#else
+  const auto lane = [&](int i) { return i < Count ? a[i] : b[i - Count]; };
+  return Half{lane(I), lane(J), lane(K), lane(L)};
+#endif
 }
+
+inline Half fold(Lanes a) { return pick<8, 0, 1, 2, 3>(a, a) + pick<8, 4, 5, 6, 7>(a, a); }
 
 // Each one's sum over its lanes: ((0+4) + (2+6)) + ((1+5) + (3+7)).
 inline Half totals(Lanes a, Lanes b, Lanes c, Lanes d) {
   const Half fa = fold(a), fb = fold(b), fc = fold(c), fd = fold(d);
-  const Half ab = __builtin_shufflevector(fa, fb, 0, 4, 1, 5) +
-                  __builtin_shufflevector(fa, fb, 2, 6, 3, 7);
-  const Half cd = __builtin_shufflevector(fc, fd, 0, 4, 1, 5) +
-                  __builtin_shufflevector(fc, fd, 2, 6, 3, 7);
-  return __builtin_shufflevector(ab, cd, 0, 1, 4, 5) + __builtin_shufflevector(ab, cd, 2, 3, 6, 7);
+  const Half ab = pick<4, 0, 4, 1, 5>(fa, fb) + pick<4, 2, 6, 3, 7>(fa, fb);
+  const Half cd = pick<4, 0, 4, 1, 5>(fc, fd) + pick<4, 2, 6, 3, 7>(fc, fd);
+  return pick<4, 0, 1, 4, 5>(ab, cd) + pick<4, 2, 3, 6, 7>(ab, cd);
 }
 
 inline float total(Lanes a) { return totals(a, a, a, a)[0]; }

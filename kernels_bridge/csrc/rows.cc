@@ -152,14 +152,24 @@ ffi::Error attend_cache(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer f
       fresh.element_type() != q.element_type() || entries.element_type() != ring.element_type()) {
     return refuse("attend_cache: q [T, H, K], fresh [T, K], ring and entries [., ., ., K]");
   }
+  if (fresh.dimensions().size() != 2 || selected.dimensions().size() != 2 ||
+      pages.dimensions().size() != 2) {
+    return refuse("attend_cache: fresh, selected and pages have two axes");
+  }
+  const int64_t slots = std::min({rings[1], int64_t(first.element_count()), pages.dimensions()[0]});
+  if (layer.typed_data()[0] < 0 || layer.typed_data()[0] >= rings[0] || !all_slots(slot, slots)) {
+    return refuse("attend_cache: layer or slot out of range");
+  }
   const int64_t picked = selected.dimensions()[1], count = shape[0];
   const Attention a{shape[1], shape[2], window + picked, scale, narrow_type(q.element_type())};
   const int64_t one = a.heads * a.width, width = padded(a.width), turns = rings[2];
-  bool fits = false;
+  bool fits = false, inside = true;
   const bool known = with_floats(q, [&](const auto* queries) {
     const auto* vectors = static_cast<decltype(queries)>(fresh.untyped_data());
     fits = with_floats(ring, [&](const auto* old) {
       const Pages paged(entries, static_cast<decltype(old)>(entries.untyped_data()), source, pages);
+      inside = !picked || paged.known();
+      if (!inside) return;
       const int64_t base = layer.typed_data()[0] * rings[1];
       over_rows(pool, a, count, [&](int64_t r, float* scratch) {
         const int64_t own = slot.typed_data()[r], last = position.typed_data()[r];
@@ -173,7 +183,8 @@ ffi::Error attend_cache(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer f
             {last - window + 1, floor.typed_data()[r], int64_t{0}});
         for (int64_t at = from; at <= last; ++at) {
           if (at >= begun) {
-            take(vectors + (first.typed_data()[own] + at - begun) * a.width);
+            const int64_t row = first.typed_data()[own] + at - begun;
+            take(vectors + std::clamp<int64_t>(row, 0, count - 1) * a.width);
           } else {
             take(old + ((base + own) * turns + at % turns) * a.width);
           }
@@ -187,6 +198,7 @@ ffi::Error attend_cache(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer f
       });
     });
   });
+  if (!inside) return refuse("attend_cache: source out of range, or no pages");
   return known && fits ? ffi::Error::Success()
                        : refuse("attend_cache: operands must be bfloat16 or float32");
 }
@@ -229,53 +241,67 @@ ffi::Error index_cache(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::Buffer<ffi::
   if (shape.size() != 3 || field.size() != 4 || field[3] != shape[2]) {
     return refuse("index_cache: q must be [T, H, K] and entries [sources, P, size, K]");
   }
+  if (ids.dimensions().size() != 2 || pages.dimensions().size() != 2 ||
+      !all_slots(slot, pages.dimensions()[0])) {
+    return refuse("index_cache: ids and pages have two axes, slots are those of the pages");
+  }
   const int64_t rows = shape[0], heads = shape[1], k = shape[2], n = ids.dimensions()[1];
-  bool fits = false;
+  constexpr int64_t kBlock = 256;
+  bool fits = false, inside = true;
   const bool known = with_floats(q, [&](const auto* queries) {
     fits = with_floats(entries, [&](const auto* stored) {
       const Pages paged(entries, stored, source, pages);
+      inside = paged.known();
+      if (!inside) return;
+      const int64_t width = padded(k);
       in_parts(pool, rows, rows * heads * k * std::min<int64_t>(n, 256), [&](int64_t r) {
         const int32_t* own = ids.typed_data() + r * n;
         const int32_t limit = visible.typed_data()[r], of = slot.typed_data()[r];
-        std::vector<int64_t> place;  // of what can be seen
-        for (int64_t i = 0; i < n; ++i) {
-          if (own[i] >= 0 && own[i] < limit) place.push_back(i);
-        }
-        const int64_t seen = place.size(), width = padded(k);
-        std::vector<float> wide(heads * width), keys(seen * width), s(heads * seen), score(seen);
+        const float* gain = weight.typed_data() + r * heads;
+        std::vector<float> wide(heads * width), keys(kBlock * width), s(heads * kBlock);
+        float score[kBlock];
+        int64_t place[kBlock], held = 0;  // of entries that can be seen, a block at a time
         unpack(queries + r * heads * k, heads, k, k, wide.data());
-        for (int64_t i = 0; i < seen; ++i) {
-          unpack(paged.at(of, own[place[i]]), 1, k, k, keys.data() + i * width);
-        }
-        score_row(wide.data(), weight.typed_data() + r * heads, heads, width, keys.data(), seen,
-                  rounding, s.data(), score.data());
         float* to = out->typed_data() + r * n;
         std::fill(to, to + n, -std::numeric_limits<float>::infinity());
-        for (int64_t i = 0; i < seen; ++i) to[place[i]] = score[i];
+        for (int64_t i = 0; i < n; ++i) {
+          if (own[i] >= 0 && own[i] < limit) {
+            unpack(paged.at(of, own[i]), 1, k, k, keys.data() + held * width);
+            place[held++] = i;
+          }
+          if (held && (held == kBlock || i == n - 1)) {
+            score_row(wide.data(), gain, heads, width, keys.data(), held, rounding, s.data(), score);
+            for (int64_t h = 0; h < held; ++h) to[place[h]] = score[h];
+            held = 0;
+          }
+        }
       });
     });
   });
+  if (!inside) return refuse("index_cache: source out of range, or no pages");
   return known && fits ? ffi::Error::Success()
                        : refuse("index_cache: operands must be bfloat16 or float32");
 }
 
 // The k largest of x [T, n] in a total order, value and then lower column -> columns [T, k]; -0
-// equals +0.
+// equals +0, NaN is the largest.
 ffi::Error best(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::ResultBuffer<ffi::S32> columns) {
+  if (x.dimensions().size() != 2) return refuse("best: x must be [T, n]");
   const int64_t rows = x.dimensions()[0], n = x.dimensions()[1], k = columns->dimensions()[1];
   if (k > n) return refuse("best: k must be at most n");
   in_parts(pool, rows, rows * n, [&](int64_t r) {
     const float* value = x.typed_data() + r * n;
     int32_t* found = columns->typed_data() + r * k;  // a heap, its worst first
+    const auto above = [](float a, float b) { return a > b || (a != a && b == b); };
     const auto better = [&](int32_t a, int32_t b) {
-      return value[a] > value[b] || (value[a] == value[b] && a < b);
+      return above(value[a], value[b]) || (!above(value[b], value[a]) && a < b);
     };
     int64_t held = 0;
     for (int64_t i = 0; i < n; ++i) {
       if (held < k) {
         found[held++] = int32_t(i);
         std::push_heap(found, found + held, better);
-      } else if (value[i] > value[found[0]]) {  // a later column never wins a tie
+      } else if (k && above(value[i], value[found[0]])) {  // a later column never wins a tie
         std::pop_heap(found, found + k, better);
         found[k - 1] = int32_t(i);
         std::push_heap(found, found + k, better);

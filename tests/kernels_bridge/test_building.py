@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import stat
 from pathlib import Path
 
@@ -39,10 +40,19 @@ def test_a_library_is_built_once(monkeypatch, tmp_path):
     assert [path.name for path in (tmp_path / "kept").iterdir()] == [first.name]
 
 
-def test_another_compiler_makes_another_library(monkeypatch, tmp_path):
+def test_what_is_built_needs_no_compiler_any_more(monkeypatch, tmp_path):
     put_compiler(monkeypatch, tmp_path / "bin", COUNTING)
     first = building.build(jax.ffi.include_dir(), tmp_path / "kept")
-    put_compiler(monkeypatch, tmp_path / "other", COUNTING.replace("echo one", "echo two"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert building.build(jax.ffi.include_dir(), tmp_path / "kept") == first
+
+
+def test_another_source_makes_another_library(monkeypatch, tmp_path):
+    put_compiler(monkeypatch, tmp_path / "bin", COUNTING)
+    first = building.build(jax.ffi.include_dir(), tmp_path / "kept")
+    changed = shutil.copytree(building.SOURCE.parent, tmp_path / "csrc") / building.SOURCE.name
+    changed.write_text(changed.read_text() + "// more\n")
+    monkeypatch.setattr(building, "SOURCE", changed)
     assert building.build(jax.ffi.include_dir(), tmp_path / "kept") != first
 
 
@@ -53,10 +63,22 @@ def test_without_a_compiler_the_message_says_what_to_do(monkeypatch, tmp_path):
 
 
 def test_what_the_compiler_says_is_in_the_message(monkeypatch, tmp_path):
-    put_compiler(monkeypatch, tmp_path / "bin", "echo no such header >&2; exit 1")
-    with pytest.raises(NoKernelsError, match="no such header"):
+    script = "echo in file >&2; echo 'error: no such header' >&2; echo more >&2; exit 1"
+    put_compiler(monkeypatch, tmp_path / "bin", script)
+    with pytest.raises(NoKernelsError, match="no such header") as caught:
         building.build(jax.ffi.include_dir(), tmp_path / "kept")
+    assert "\n" not in str(caught.value)
     assert not list((tmp_path / "kept").iterdir())
+
+
+def test_without_a_home_a_folder_is_asked_for(monkeypatch):
+    def nowhere():
+        raise RuntimeError("no home")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(building.Path, "home", nowhere)
+    with pytest.raises(NoKernelsError, match="set XDG_CACHE_HOME"):
+        building.build(jax.ffi.include_dir())
 
 
 def test_a_folder_that_cannot_be_written_is_named(monkeypatch, tmp_path):

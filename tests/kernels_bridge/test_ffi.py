@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from deepinfer_jax import numerics as nx
 from kernels_bridge import ffi
 from kernels_bridge.building import NoKernelsError, find_compiler
 
@@ -71,6 +72,36 @@ def test_tiles_meet_their_own_expert(dtype):
         rows = slice(4 * tile, 4 * tile + count)
         want = run(ffi.product, x[rows, None], w[1, expert[tile]])[:, 0].astype(x.dtype)
         np.testing.assert_array_equal(got[rows], want)
+
+
+def test_what_a_kernel_left_undefined_reaches_no_gradient(monkeypatch):
+    """The rows of a tile that nobody has are NaN here, as memory may be."""
+    real = ffi.grouped
+
+    def grouped(x, w, layer, expert, live):
+        y = real(x, w, layer, expert, live)
+        place = jnp.arange(y.shape[0]) % (y.shape[0] // expert.shape[0])
+        dead = place >= jnp.repeat(live, y.shape[0] // expert.shape[0])
+        return jnp.where(dead[:, None], jnp.nan, y)
+
+    monkeypatch.setattr(ffi, "grouped", grouped)
+    numerics = nx.Numerics.fp32("ffi")
+    ids, x = jnp.array([2, 0, 2], jnp.int32), normal(8, 3, 16)
+    first, second = normal(9, 1, 3, 24, 16), normal(10, 1, 3, 16, 24)
+
+    def loss(x, first, second):
+        groups = nx.group_rows(ids, first, numerics)
+        y = nx.grouped_linear(nx.spread(groups, x), first, 0, groups, numerics)
+        y = nx.grouped_linear(jnp.sin(y), second, 0, groups, numerics)
+        return jnp.sum(nx.collect(groups, y))
+
+    for slope in jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(x, first, second):
+        assert np.isfinite(slope).all()
+
+
+def test_a_kernel_of_whole_calls_is_not_mapped():
+    with pytest.raises(NotImplementedError, match="vmap"):
+        jax.vmap(lambda x: ffi.best(x, 2))(normal(1, 3, 4, 50))
 
 
 def test_an_expert_that_is_none_is_refused():
@@ -185,9 +216,13 @@ def test_the_indexer_reads_the_cache_as_gathered_keys(dtype, rounding):
 # -- selection -------------------------------------------------------------------------------------
 
 
+def _rank(row, i):
+    return (-np.inf if np.isnan(row[i]) else -row[i], not np.isnan(row[i]), i)
+
+
 @settings(max_examples=30)
 @given(
-    values=st.lists(st.sampled_from([-np.inf, -1.5, -0.0, 0.0, 0.25, 3.0]), min_size=11,
+    values=st.lists(st.sampled_from([-np.inf, -1.5, -0.0, 0.0, 0.25, 3.0, np.nan]), min_size=11,
                     max_size=11),
     k=st.sampled_from([1, 4, 11]),
 )  # fmt: skip
@@ -195,7 +230,7 @@ def test_the_best_are_in_a_total_order(values, k):
     x = np.array([values, values[::-1]], np.float32)
     got = run(functools.partial(ffi.best, k=k), x)
     for row, columns in zip(x, np.asarray(got), strict=True):
-        assert columns.tolist() == sorted(range(11), key=lambda i: (-row[i], i))[:k]
+        assert columns.tolist() == sorted(range(11), key=lambda i: _rank(row, i))[:k]
 
 
 def test_many_columns_are_selected_as_by_sorting():
