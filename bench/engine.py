@@ -49,9 +49,9 @@ def equal(like: list[dict[str, Any]], vocab: int) -> list[dict[str, Any]]:
 
 
 def requests_of(model: di.Model, asked: list[dict[str, Any]]) -> list[Request]:
-    return prompts.make_requests(
-        asked, Options(seed=3), model.tokenizer, model.cfg, model.max_length
-    )
+    # Replies of the lengths that were drawn: what random tokens are answered with ends at once.
+    options = Options(seed=3, ignore_eos=True)
+    return prompts.make_requests(asked, options, model.tokenizer, model.cfg, model.max_length)
 
 
 def answered(model: di.Model, asked: list[dict[str, Any]], batch: int) -> dict[str, Any]:
@@ -97,7 +97,7 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=2000)
     parser.add_argument("--longest", type=int, default=2000, help="tokens of a prompt")
     parser.add_argument("--new", type=int, default=500, help="tokens of a reply")
-    parser.add_argument("--batch-size", type=int, default=8)
+    parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--alone", type=int, default=20, help="requests also answered one by one")
     parser.add_argument("--out", type=Path, help="folder of the result, default bench/results")
     given = parser.parse_args()

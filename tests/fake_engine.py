@@ -14,7 +14,7 @@ from deepinfer_jax.requests import Request, Result, Timing
 from deepinfer_jax.scheduling import Usage
 
 
-def load(name: str, max_length: int | None) -> types.SimpleNamespace:
+def load(name: str, max_length: int | None, rows: str | None) -> types.SimpleNamespace:
     """Stands for `loading.load`: no weights."""
     return types.SimpleNamespace(
         numerics=Numerics(), confidence_temperatures=(), cfg=types.SimpleNamespace(most_drafts=0)

@@ -40,7 +40,7 @@ class Fake:
     def __init__(self):
         self.asked = []
 
-    def load(self, name, max_length):
+    def load(self, name, max_length, rows):
         return types.SimpleNamespace(
             numerics=Numerics(),
             confidence_temperatures=(),

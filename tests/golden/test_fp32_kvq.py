@@ -20,6 +20,7 @@ pytestmark = pytest.mark.slow
 BOUND = 1e-4
 MEDIAN = 1e-5
 FLIPPED = 1e-3
+RARE = 0.01
 STAGES = ("prefill", "decode")
 
 
@@ -113,6 +114,8 @@ def test_drafts_agree_up_to_the_first_flip(folder: Folder, mode: str, scratch: P
             if compare.is_choice(name):
                 assert compare.equal(name, got, want) is None, f"batch row {row}"
             else:
-                assert compare.close(name, got, want, BOUND) is None, f"batch row {row}"
+                # The drafter quantizes vectors of its own, whose flips no logit shows.
+                assert compare.close(name, got, want, FLIPPED) is None, f"batch row {row}"
+                assert (np.abs(got - want) > BOUND).mean() < RARE, f"{name}, batch row {row}"
     if not compared:
         pytest.skip(f"every draft of {folder.name} comes after a flip")
