@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import deepinfer_jax as di
-from deepinfer_jax import engine, planning
+from deepinfer_jax import planning
 from deepinfer_jax.engine import Engine, Sizes, calls, structured, warming
 from deepinfer_jax.grammar import Compiler, GrammarError, GrammarSettings, compiler
 from deepinfer_jax.prompts import make_requests
