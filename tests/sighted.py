@@ -1,12 +1,18 @@
-"""A configuration that reads images, over the shipped tokenizer; there are no weights for it."""
+"""A configuration that reads images, over the shipped tokenizer, and a small random model of it."""
 
 import dataclasses
 import functools
 import json
 import shutil
 
-from deepinfer_jax import resources
+import jax
+import ml_dtypes
+import numpy as np
+
+from deepinfer_jax import params, resources
 from deepinfer_jax.config import ModelConfig
+from deepinfer_jax.images import Picture
+from tests import tiny_model
 from tests.images.files import VISION
 
 SPARK = resources.PACKAGE / "assets" / "spark-tiny"
@@ -28,3 +34,18 @@ def save(folder):
     """Write config and tokenizer to `folder`: all that is read before a model is loaded."""
     (folder / "config.json").write_text(json.dumps(config().to_dict()), "utf-8")
     shutil.copy(SPARK / "tokenizer.json", folder)
+
+
+@functools.cache
+def model():
+    """A random model of that tower and of the sizes of tests/tiny_model.py, over its tokenizer."""
+    blind = tiny_model.model()
+    cfg = seeing(blind.cfg)
+    return dataclasses.replace(blind, cfg=cfg, params=params.init(jax.random.key(7), cfg))
+
+
+def picture(height, width, seed):
+    """Random patches."""
+    shape = (height * width, 3, VISION.patch_size, VISION.patch_size)
+    values = np.random.default_rng(seed).uniform(-1, 1, shape).astype(ml_dtypes.bfloat16)
+    return Picture(values.astype(np.float32), height, width)
