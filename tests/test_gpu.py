@@ -19,15 +19,18 @@ import deepinfer_jax
 from deepinfer_jax import checkpoint, determinism, params, quant, rows, tables
 from deepinfer_jax import numerics as nx
 from deepinfer_jax.cache import init_cache
-from deepinfer_jax.config import ModelConfig
+from deepinfer_jax.config import ModelConfig, VisionConfig
 from deepinfer_jax.determinism import reference
 from deepinfer_jax.determinism.equality import bits
+from deepinfer_jax.images import encode_images, encoding
 from deepinfer_jax.model import forward, head
 from deepinfer_jax.numerics import Numerics
 from deepinfer_jax.numerics.pallas import products
 from tests import every_role
 from tests import test_numerics as primitives
+from tests.golden import adapter_images
 from tests.golden.reader import folders
+from tests.images import towers
 
 pytestmark = [
     pytest.mark.gpu,
@@ -151,6 +154,46 @@ def test_nothing_changes_a_bit(check, dtype):
     finding = determinism.run_check(check, setup(dtype))
     assert finding.first is None
     assert finding.differing == 0
+
+
+# -- images ----------------------------------------------------------------------------------------
+
+# The released width, so that tiles and parts of K are those in use; two of its layers.
+WIDE = dataclasses.replace(
+    towers.CFG,
+    hidden_size=640,
+    vision=VisionConfig(2, 1024, 16, 2816, 14, 10000.0, 3, 1024, 544**2),
+)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("cfg", "shapes"),
+    [(towers.CFG, [(1, 1), (7, 5), (8, 8), (11, 7)]), (WIDE, [(39, 39), (35, 46), (1, 40)])],
+    ids=["small", "released width"],
+)
+def test_pictures_do_not_see_each_other(cfg, shapes, dtype):
+    """Alone, in a call with others, and in a call of a larger size."""
+    numerics, weights = on_gpu(primitives.numerics_of(dtype)), towers.weights(0, cfg)
+    if dtype == "float32":
+        weights = params.widen(weights)
+    given = [towers.picture(*shape, side=cfg.vision.patch_size) for shape in shapes]
+    alone = [encode_images(weights, [each], cfg, numerics)[0].rows for each in given]
+    together = encode_images(weights, given, cfg, numerics, batch=4)
+    for each, want, features in zip(given, alone, together, strict=True):
+        np.testing.assert_array_equal(bits(features.rows), bits(want))
+        packed = encoding.pack([each], 2304, cfg.vision)
+        larger = encoding.encode(weights["vision"], packed, cfg.vision, numerics)
+        np.testing.assert_array_equal(bits(np.asarray(larger)[0, : len(want)]), bits(want))
+
+
+def test_recorded_images(golden_root, tmp_path):
+    folder = next(f for f in folders(golden_root) if f.name == "micro-vl")
+    where = folder.unpacked_model(tmp_path)
+    weights, cfg = params.widen(checkpoint.load_params(where)), ModelConfig.from_json(where)
+    made = adapter_images.encoded(folder, weights, cfg, on_gpu(Numerics.fp32()))
+    for name, got in made.items():
+        np.testing.assert_allclose(got, folder.golden("fp32")[name], rtol=0, atol=2e-5)
 
 
 # -- recorded numbers, and the shipped model -------------------------------------------------------

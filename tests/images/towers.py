@@ -11,6 +11,7 @@ import ml_dtypes
 import numpy as np
 
 from deepinfer_jax import params
+from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.images import Picture
 from tests import small
 
@@ -19,7 +20,7 @@ CFG = dataclasses.replace(small.PLAIN, vision=VISION, image_token_id=129)
 
 
 @functools.cache
-def weights(seed: int = 0) -> dict[str, Any]:
+def weights(seed: int = 0, cfg: ModelConfig = CFG) -> dict[str, Any]:
     """{"vision": ..} as of a checkpoint: bfloat16, nothing zero or one."""
     rng = np.random.default_rng(seed)
 
@@ -29,13 +30,12 @@ def weights(seed: int = 0) -> dict[str, Any]:
         value = value + (1 if "norm" in spec.template else 0)
         return jax.numpy.asarray(value.astype(np.float32)).astype(spec.dtype)
 
-    return {"vision": jax.tree.map(draw, params.abstract(CFG)["vision"])}
+    return {"vision": jax.tree.map(draw, params.abstract(cfg)["vision"])}
 
 
-def picture(height: int, width: int, seed: int = 0) -> Picture:
-    """Random pixels."""
-    p = VISION.patch_size
-    shape = (height * width, 3, p, p)
+def picture(height: int, width: int, seed: int = 0, side: int = VISION.patch_size) -> Picture:
+    """Random pixels, in patches of `side` pixels a side."""
+    shape = (height * width, 3, side, side)
     rng = np.random.default_rng((seed, height, width))
     values = rng.uniform(-1, 1, shape).astype(ml_dtypes.bfloat16)
     return Picture(values.astype(np.float32), height, width)
