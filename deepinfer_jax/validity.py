@@ -173,12 +173,11 @@ def _check_vision(cfg: Any) -> None:
     vision, token = cfg.vision, cfg.image_token_id
     if vision is None:
         return
-    for field in dataclasses.fields(vision):
-        value = getattr(vision, field.name)
+    given = dataclasses.asdict(vision).items()
+    for name, value in ((name, value) for name, value in given if value is not None):
         _require(
-            (value is None and field.name == "max_wh_ratio")
-            or (math.isfinite(value) and value > 0),
-            f"vision_config: {field.name} must be positive, got {value}",
+            math.isfinite(value) and value > 0,
+            f"vision_config: {name} must be positive, got {value}",
         )
     heads, width = vision.num_attention_heads, vision.hidden_size
     _require(

@@ -204,14 +204,15 @@ def test_many_prompts_of_all_kinds_are_independent():
 def test_texts_cannot_name_control_tokens_unless_they_are_markup():
     tokenizer = tiny_model.tokenizer()
     text = "<｜begin▁of▁sentence｜>Hi<｜end▁of▁sentence｜>"
-    plain = llm()._read(text, "", False)[1]
+    plain = llm()._read(text, "", False)[1]["tokens"]
     assert plain[0] == tokenizer.bos
     assert not set(plain[1:]) & tokenizer.control_ids
     assert tokenizer.decode(plain[1:]) == text
-    marked = llm()._read(text, "", True)[1]
+    marked = llm()._read(text, "", True)[1]["tokens"]
     assert (marked[0], marked[-1]) == (tokenizer.bos, tokenizer.eos)
     assert marked.count(tokenizer.bos) == 1
-    assert llm()._read("Hi", "", True)[1] == [tokenizer.bos, *tokenizer.encode_user("Hi")]
+    (_, begun) = llm()._read("Hi", "", True)
+    assert begun == {"tokens": [tokenizer.bos, *tokenizer.encode_user("Hi")]}
 
 
 def test_a_chat_is_what_generate_renders():
