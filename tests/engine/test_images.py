@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import deepinfer_jax as di
-from deepinfer_jax import engine, images, params, planning
+from deepinfer_jax import engine, images, planning
 from deepinfer_jax.engine import Engine, Sizes, seats, sizes, warming
 from deepinfer_jax.engine.watch import signature
 from deepinfer_jax.images import Features, Picture
@@ -38,11 +38,144 @@ def shown(number: int) -> Picture:
     return sighted.picture(*((6, 9), (8, 8), (2, 3))[number % 3], number)
 
 
-@functools.cache
-def features(number: int) -> Features:
-    model = sighted.model()
+def features(number: int, model) -> Features:
     (made,) = images.encode_images(model.params, [shown(number)], model.cfg, model.numerics)
     return made
+
+
+def asking(model, prompts) -> list[Request]:
+    options = Options(seed=5)
+    return make_requests(prompts, options, model.tokenizer, model.cfg, model.max_length)
+
+
+# -- what is said of requests before anything is run -----------------------------------------------
+
+
+def test_an_image_that_no_call_can_hold_is_refused_with_the_arithmetic():
+    model = sighted.glance()
+    rows = np.zeros((30, model.cfg.hidden_size), np.float32)  # 5 x 6 cells take 37 places
+    prompt = {"tokens": [3, TOKEN], "images": [Features(rows, 5, 6, "")], "max_tokens": 2}
+    (request,) = asking(model, [prompt])
+    says = "image of 37 tokens at 1, .* a step has 35 rows less 3 for .* = 32: show a smaller image"
+    with pytest.raises(ValueError, match=says):
+        Engine(model, dataclasses.replace(SIZES, span=0)).submit(request)
+    made = sizes.sizes_for([request], model.cfg, model.max_length)
+    assert (made.span, made.step_rows) == (37, 64 + 1)
+
+
+def test_what_the_model_cannot_show_is_refused():
+    model = sighted.glance()
+    narrow = Features(np.zeros((1, 3), np.float32), 1, 1, "")
+    (request,) = asking(model, [{"tokens": [TOKEN], "images": [narrow], "id": "a"}])
+    with pytest.raises(ValueError, match=r"request 'a': rows of features must be \(1, 96\)"):
+        Engine(model, SIZES).submit(request)
+    with pytest.raises(ValueError, match="request 'a': this model has no vision tower"):
+        Engine(tiny_model.model(), SIZES).submit(request)
+
+
+def test_an_image_is_no_repetition():
+    model = sighted.glance()
+    prompt = {"tokens": [5, TOKEN, 6, TOKEN, 5], "images": [shown(0), shown(2)]}
+    (request,) = asking(model, [prompt])
+    assert request.tokens.count(TOKEN) == 10 + 4
+    assert seats.said(request, model.cfg) == [5, 6, 5]
+    assert seats.said(request, dataclasses.replace(model.cfg, vision=None)) == [*request.tokens]
+
+
+# -- one layer, one token: a program in the time of a test -----------------------------------------
+
+
+def seen_by(model) -> list[Request]:
+    """Prompts of 15 places and less, which end with an image; half of them show what others do."""
+    ids, nan = [30, 41, 52, 63, 74], features(0, model)
+    nan = dataclasses.replace(nan, rows=nan.rows * np.nan)
+    given = [
+        ([*ids, TOKEN], [shown(0)]),
+        ([*ids, TOKEN], [shown(3)]),
+        ([*ids, TOKEN], [features(0, model)]),
+        ([TOKEN, *ids[:2], TOKEN], [shown(2), shown(5)]),
+        ([TOKEN, *ids, TOKEN], [shown(2), nan]),
+        ([*ids[:1], TOKEN], [shown(1)]),
+        ([TOKEN], [shown(0)]),
+        ([*ids, TOKEN], [shown(6)]),
+    ]
+    return asking(
+        model,
+        [
+            {"tokens": tokens, "images": pictures, "id": str(n), "max_tokens": 1, "seed": 3}
+            for n, (tokens, pictures) in enumerate(given)
+        ],
+    )
+
+
+def test_images_are_shown_once_encoded_and_fail_alone(monkeypatch):
+    model = sighted.glance()
+    monkeypatch.setattr(engine.engine, "IN_FLIGHT", 0)  # or a look is asked for, in vain
+    monkeypatch.setattr(Gallery, "_encoded", failing(Gallery._encoded, shown(6).key, seen := []))
+    asked = seen_by(model)
+    room = dataclasses.replace(SIZES, slots=2, snapshots=0)
+    found: list[dict] = []
+    for group in (asked, *([each] for each in asked)):
+        running = Engine(model, room)
+        calls = record(monkeypatch, running)
+        for request in group:
+            running.submit(request)
+        foreseen = planned(running, group)
+        made = [u for u in running.updates() if u.result or u.error]
+        assert running.usage().running == 0
+        new = [call for call in calls if call not in foreseen]
+        assert not new, "a program was not foreseen"
+        found.append({group[u.index].id: u.result or u.error for u in made})
+        if len(group) > 1:
+            names = [shown(n).key for n in (0, 3, 2, 5, 1, 6)]
+            assert sorted(seen) == sorted(names), "a picture was encoded twice"
+    together, alone = found[0], {k: v for each in found[1:] for k, v in each.items()}
+    for name, says in (("4", "image 1 could not be encoded: the features of"), ("7", "no memory")):
+        for error in (together.pop(name), alone.pop(name)):
+            assert re.search(f"request '{name}': .*{says}", str(error))
+    assert together == alone
+    same = {name: (r.tokens, r.logprobs) for name, r in together.items()}
+    assert same["0"] == same["2"], "features have the bits of their picture"
+    assert same["0"] != same["1"]
+
+
+def failing(encoded, key: str, seen: list[str]):
+    """`Gallery._encoded` that notes pictures, and fails at one of them as a device does."""
+
+    def one(self, picture):
+        seen.append(picture.key)
+        if picture.key == key:
+            raise jax.errors.JaxRuntimeError("no memory")
+        return encoded(self, picture)
+
+    return one
+
+
+def record(monkeypatch, running: Engine) -> list:
+    """Names and signatures of the programs that `running` asks for."""
+    asked, ask = [], running._watch.ask
+
+    def noted(program, *args, **more):
+        asked.append((program.__name__, signature(program, args, more)))
+        return ask(program, *args, **more)
+
+    monkeypatch.setattr(running._watch, "ask", noted)
+    monkeypatch.setattr(running._gallery, "_ask", noted)
+    return asked
+
+
+def planned(running: Engine, group: list[Request]) -> list:
+    model, room = running._model, running._sizes
+    wanted = warming.needs(group, room, model.cfg.vision)
+    moves = planning.OFF.moves(running._memory)
+    state = (running._running, running._cache, running._sampling, running._kept)
+    every = warming.planned(model, room, wanted, moves, *state)
+    return [
+        (each.program.__name__, signature(each.program, each.args, each.more)) for each in every
+    ]
+
+
+# -- the exhaustive run ----------------------------------------------------------------------------
 
 
 @functools.cache
@@ -58,7 +191,7 @@ def requests() -> list[Request]:
         (alike, [shown(0)]),
         ([*alike, *ids(1)], [shown(3)]),  # the same ids, another picture
         ([*alike, *ids(2)], [shown(0)]),
-        ([*alike, *ids(3)], [features(0)]),
+        ([*alike, *ids(3)], [features(0, sighted.model())]),
         ([TOKEN, *ids(21), TOKEN, *ids(5), TOKEN], [shown(2), shown(1), shown(5)]),
         ([TOKEN], [shown(1)]),
         ([*ids(20), TOKEN, TOKEN], [shown(1), shown(2)]),
@@ -69,8 +202,7 @@ def requests() -> list[Request]:
          "temperature": (0.0, 1.0, 9.0)[n % 3]}
         for n, (tokens, pictures) in enumerate(given)
     ]  # fmt: skip
-    m = sighted.model()
-    return make_requests(prompts, Options(seed=5), m.tokenizer, m.cfg, m.max_length)
+    return asking(sighted.model(), prompts)
 
 
 def answered(asked, room: Sizes = SIZES, **more) -> dict[int, di.Result]:

@@ -84,7 +84,10 @@ def test_a_value_that_is_no_number_is_refused_and_not_kept():
     with pytest.raises(FloatingPointError, match="an image of 1 x 2 cells are not all finite"):
         shown.embeddings(Features(rows, 1, 2, ""))
     broken = Gallery(
-        weights(), CFG, NATIVE, ask=lambda program, *args: jnp.full((1, 24, CFG.hidden_size), jnp.inf)
+        weights(),
+        CFG,
+        NATIVE,
+        ask=lambda program, *args: jnp.full((1, 24, CFG.hidden_size), jnp.inf),
     )
     for _ in range(2):
         with pytest.raises(FloatingPointError, match="are the tower's weights"):
