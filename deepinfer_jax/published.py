@@ -90,7 +90,7 @@ def _missing(name: str, default: str, meaning: str, state: str) -> Setting:
 
 _FIXED_EXPERTS = "experts stay where `parallel.place` puts them"
 _SIZES = "the engine compiles few programs of fixed sizes (`engine.sizes`)"
-_NO_IMAGES = "images are not encoded; rows take their embeddings (`rows.Rows.embeddings`)"
+_ONE_TOWER = "pictures are encoded by the process that shows them, when their rows are about to run"
 _XLA_MOVES = "XLA moves data between devices and chooses how"
 _MIXED = "prompts and decoding share a step, so no phase has to be chosen"
 _JAX_PROFILES = "write what to trace around `generate`, from Python"
@@ -204,10 +204,12 @@ SETTINGS: tuple[Setting, ...] = (
            "of the checkpoint", "config.ModelConfig.engram_pad_token_id"),
     _needless("ENGRAM_FORCE_GPU_STORAGE", "0", "keep the memory tables on the device",
               "all weights are on the device"),
-    _missing("USE_MULTIMODAL_POOL", "0; 1 by its arguments", "share encoded images", _NO_IMAGES),
-    _missing("MULTIMODAL_POOL_SIZE_GB", "8", "its size", _NO_IMAGES),
-    _missing("MULTI_MODAL_BUFFER_SIZE", "512", "images on their way", _NO_IMAGES),
-    _missing("MULTI_MODAL_WORKER_TIMEOUT", "1800 s", "patience with the encoder", _NO_IMAGES),
+    _needless("USE_MULTIMODAL_POOL", "0; 1 by its arguments", "share encoded images",
+              "an image that is shown again is encoded once, as long as it is kept"),
+    _field("MULTIMODAL_POOL_SIZE_GB", "8", "its size", "in bytes, of the host; 256 MiB by default",
+           "engine.Sizes.picture_bytes"),
+    _needless("MULTI_MODAL_BUFFER_SIZE", "512", "images on their way", _ONE_TOWER),
+    _needless("MULTI_MODAL_WORKER_TIMEOUT", "1800 s", "patience with the encoder", _ONE_TOWER),
     # -- logs and profiles
     _field("LOGGING_INTERVAL_STEP", "100", "steps between lines of the log",
            "a line of JSON for every step", "deepinfer-jax generate --metrics"),
