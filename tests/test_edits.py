@@ -16,6 +16,7 @@ from hypothesis import given, settings
 
 from deepinfer_jax import edits as editing
 from deepinfer_jax import rejection, sampling
+from tests import small
 from tests.compiled_sampling import LOGPROB, SAMPLE, TRANSFORM
 from tests.test_sampling import assert_same_bits, mixed_batch
 from tests.test_sampling_draws import DRAWS, assert_fits, names
@@ -265,6 +266,21 @@ def test_without_edits_there_is_nothing_to_compute():
     logits, mask = jnp.zeros((2, V)), jnp.ones((2, V), bool)
     assert editing.edited(logits, None, np.zeros(2, int), mask) == (logits, mask)
     assert editing.committed(None, jnp.zeros((2, 1), int), mask[:, :1]) is None
+
+
+def test_the_image_token_is_never_said_whatever_is_asked():
+    """Of a model that has one; no other logit changes, and no model without one does."""
+    cfg, vocab = dataclasses.replace(small.CONFIG, image_token_id=7), 11
+    logits, chosen, index = mixed_batch(DRAWS, vocab)
+    spoken, others = editing.spoken(jnp.asarray(logits), cfg), np.arange(vocab) != 7
+    np.testing.assert_array_equal(np.asarray(spoken)[:, others], logits[:, others])
+    assert editing.spoken(logits, small.PLAIN) is logits
+    one = editing.make_edits(
+        vocab, [7], [7], bias={7: 1e9}, repetition=1e-9, presence=-9.0, ends=[-1]
+    )
+    made = edited_sample(spoken, repeated(one, DRAWS), chosen, index)
+    assert (np.asarray(made.token) != 7).all()
+    assert np.isfinite(np.asarray(made.logprob_processed)).all()
 
 
 def test_largest_values_leave_finite_numbers():

@@ -190,6 +190,8 @@ def test_an_image_is_the_same_however_it_is_handed_in(tmp_path):
         (user({"type": "image", "image": b"none"}), r"messages\[0\]\.content\[0\]: expected a PNG"),
         ({"prompt": "x", "images": [images.Picture(np.zeros((1, 3, 2, 2), np.float32), 1, 1)]},
          "patches of 2 pixels, the model reads 4"),
+        ({"prompt": "x", "golden_token_ids": [5, TOKEN]}, "must not hold 10, the image token"),
+        ({"prompt": "x", "allowed_token_ids": [TOKEN]}, "nothing could be said .an image token ne"),
     ],
 )  # fmt: skip
 def test_images_that_do_not_fit_their_prompt_are_refused(prompt, said):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -84,3 +86,16 @@ def test_taking_rows(images):
     if images:
         assert bool(taken.image[2])
         np.testing.assert_array_equal(taken.embeddings[2], [3, 4, 5])
+
+
+def test_rows_of_text_beside_rows_with_images():
+    marks, vectors = jnp.arange(SIZE) == 1, jnp.ones((SIZE, 3), jnp.bfloat16)
+    first, second = made([(2, 7, 3)]), made([(0, 4, 2)])
+    joined = row_sets.join_rows(dataclasses.replace(first, image=marks, embeddings=vectors), second)
+    assert joined.embeddings is not None
+    assert joined.embeddings.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(
+        np.asarray(joined.embeddings, np.float32)[:, 0], [1] * SIZE + [0] * SIZE
+    )
+    np.testing.assert_array_equal(joined.image, [*marks, *[False] * SIZE])
+    assert row_sets.join_rows(first, second).embeddings is None
