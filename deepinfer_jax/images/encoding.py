@@ -41,8 +41,8 @@ def encode_images(
       pictures: of the model's patch size, within `max_image_tokens`.
       cfg: the model's.
       numerics: what fixes the bits; `features` are compared by it when they are loaded.
-      batch: most pictures in one call; default 1 on a CPU, which gains nothing by more, and about
-        8,192 patches elsewhere.
+      batch: most pictures in one call; default about 8,192 patches with `rows="pallas"` and 1
+        otherwise, since a CPU gains nothing by more.
 
     Raises:
       ValueError: no tower, a picture of another patch size or too large, a batch below 1.
@@ -116,15 +116,16 @@ def pack(pictures: Sequence[Picture], size: int, cfg: VisionConfig) -> vision.Pa
     angles = [vision.grid_angles(p.height, p.width, cfg) for p in pictures]
     cells = [vision.grid_cells(p.height, p.width, ratio) for p in pictures]
     pixels = [p.patches.reshape(len(p.patches), -1).astype(ml_dtypes.bfloat16) for p in pictures]
+    counts: Any = np.array([len(p.patches) for p in pictures], np.int32)
     return vision.Patches(
         pixels=_side_by_side(pixels, size),
-        counts=np.array([len(p.patches) for p in pictures], np.int32),
+        counts=counts,
         angle=Rotation(
             _side_by_side([a.cos for a in angles], size),
             _side_by_side([a.sin for a in angles], size),
         ),
         cells=_side_by_side(cells, cell_room(size, ratio), -1),
-    )  # pyright: ignore[reportArgumentType]
+    )
 
 
 def _side_by_side(arrays: Sequence[Any], size: int, fill: int = 0) -> Any:
@@ -152,7 +153,7 @@ def _parts(pictures: list[Picture], most: int) -> Iterator[list[Picture]]:
 
 
 def _usual_batch(size: int, numerics: Numerics) -> int:
-    return 1 if numerics.rows == "tiled" else max(1, _ROWS // size)
+    return max(1, _ROWS // size) if numerics.rows == "pallas" else 1
 
 
 def _check(number: int, picture: Picture, cfg: VisionConfig) -> None:

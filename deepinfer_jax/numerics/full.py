@@ -39,9 +39,9 @@ def attend_all(
 def _attend_all(q, k, v, counts, scale, numerics):
     if numerics.rows == "pallas":
         return kernels.attend(q, k, v, counts, scale, numerics.interpret)
-    if numerics.rows == "tiled":
-        return _in_tiles(q, k, v, counts, scale, numerics)
-    return _plain(q, k, v, counts, scale)
+    if numerics.rows in ("batched", "dense"):
+        return _plain(q, k, v, counts, scale)
+    return _in_tiles(q, k, v, counts, scale, numerics)
 
 
 def _forward(q, k, v, counts, scale, numerics):

@@ -10,8 +10,9 @@ HEIGHTS = (8, 16, 32, 64, 128, 256)  # of tiles whose products are known to agre
 Form = Literal["tiled", "pallas", "batched", "dense"]
 
 # Part of every fingerprint. Raise it when a constant in code that fixes bits changes: the lanes of
-# `sums.row_sum`, the limbs of `sums.unit_sum`, the parts of K of `pallas.schedule`, where roundings
-# and pins stand. What a user may choose is a field of `Numerics` instead.
+# `sums.row_sum`, the limbs of `sums.unit_sum`, the parts of K of `pallas.schedule`, the blocks of
+# keys of `full` and `pallas.full`, where roundings and pins stand. What a user may choose is a
+# field of `Numerics` instead.
 FORM = 1
 
 

@@ -1,6 +1,6 @@
 """Pictures through the tower: bit for bit alone, together, padded, and under a gradient.
 
-The numbers are compared with recorded ones in tests/golden/test_vision.py.
+The numbers are those of a slow model here, and recorded ones in tests/golden/test_vision.py.
 """
 
 from __future__ import annotations
@@ -17,11 +17,14 @@ from deepinfer_jax.determinism.equality import bits
 from deepinfer_jax.images import encode_images, encoding
 from deepinfer_jax.model import vision
 from deepinfer_jax.numerics import Numerics
-from tests.images.towers import CFG, VISION, picture, weights
+from tests.images.towers import CFG, VISION, picture, released, weights
+from tests.oracle.basics import Params
+from tests.oracle.vision import image_rows
 
 NATIVE, FLOAT32 = Numerics.native(False), Numerics.fp32()
 BOTH = [NATIVE, pytest.param(FLOAT32, marks=pytest.mark.exhaustive)]
-# Two size classes; a single patch, a row of patches, grids with a rest and without one.
+# A single patch, a row of patches, grids with a rest and without one; the last two are of a size
+# class of their own.
 SHAPES = ((1, 1), (7, 5), (8, 8), (1, 23), (5, 7), (9, 16), (11, 7))
 
 
@@ -38,12 +41,16 @@ def test_features_say_what_they_are_of():
     assert made.rows.dtype == jnp.bfloat16
 
 
-@pytest.mark.parametrize("batch", [1, 3, pytest.param(8, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize(
+    ("batch", "shapes"),
+    [(3, SHAPES[:5]), *(pytest.param(b, SHAPES, marks=pytest.mark.exhaustive) for b in (1, 3, 8))],
+    ids=["one size", "two sizes", "two sizes, three at once", "two sizes, all at once"],
+)
 @pytest.mark.parametrize("numerics", BOTH, ids=["bf16", "f32"])
-def test_a_picture_does_not_see_its_neighbours(numerics, batch):
+def test_a_picture_does_not_see_its_neighbours(numerics, batch, shapes):
     """Any number in a call, any order, one of them twice."""
-    order = np.random.default_rng(batch).permutation(len(SHAPES))
-    given = [SHAPES[i] for i in (*order, order[0])]
+    order = np.random.default_rng(batch).permutation(len(shapes))
+    given = [shapes[i] for i in (*order, order[0])]
     made = encode_images(weights(), [picture(*s) for s in given], CFG, numerics, batch=batch)
     for shape, features in zip(given, made, strict=True):
         np.testing.assert_array_equal(bits(features.rows), bits(alone(numerics)[shape]))
@@ -106,6 +113,25 @@ def test_the_forward_pass_under_a_gradient_keeps_its_bits():
         pairs = zip(jax.tree.leaves(slopes[name]), jax.tree.leaves(plain[name]), strict=True)
         for left, right in pairs:
             np.testing.assert_allclose(left, right, atol=1e-4 * float(jnp.abs(right).max()))
+
+
+@pytest.mark.parametrize("shape", [(7, 5), (1, 1), (1, 23)])
+def test_numbers_are_those_of_the_slow_model(shape):
+    """Where bfloat16 rounds, by a few of its units; exhaustive in float32, to its last bits."""
+    given = picture(*shape)
+    _, want = image_rows(
+        dataclasses.asdict(VISION), Params(released(weights())), given.patches, *shape
+    )
+    np.testing.assert_allclose(alone(NATIVE)[shape].astype(np.float64), want, atol=0.05)
+
+
+@pytest.mark.exhaustive
+def test_numbers_in_float32_are_those_of_the_slow_model():
+    for shape in SHAPES:
+        _, want = image_rows(
+            dataclasses.asdict(VISION), Params(released(weights())), picture(*shape).patches, *shape
+        )
+        np.testing.assert_allclose(alone(FLOAT32)[shape], want, atol=2e-5)
 
 
 def test_every_released_picture_has_a_size():

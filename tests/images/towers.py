@@ -33,6 +33,16 @@ def weights(seed: int = 0, cfg: ModelConfig = CFG) -> dict[str, Any]:
     return {"vision": jax.tree.map(draw, params.abstract(cfg)["vision"])}
 
 
+def released(tree: dict[str, Any], cfg: ModelConfig = CFG) -> dict[str, np.ndarray]:
+    """The tensors of `weights` under their released names, in float64."""
+    specs = jax.tree.leaves(params.abstract(cfg)["vision"])
+    return {
+        name: np.asarray(leaf, np.float64)[index]
+        for spec, leaf in zip(specs, jax.tree.leaves(tree["vision"]), strict=True)
+        for index, name in spec.tensors()
+    }
+
+
 def picture(height: int, width: int, seed: int = 0, side: int = VISION.patch_size) -> Picture:
     """Random pixels, in patches of `side` pixels a side."""
     shape = (height * width, 3, side, side)

@@ -8,6 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from . import vision
+from .basics import Params
 from .model import Oracle
 from .state import Draft, Record, State
 from .weights import read_folder, read_values
@@ -67,7 +69,7 @@ def case(folder: str, mode: str, stop: int | None = None) -> Case:
     inputs, golden = read_values(path / "inputs.safetensors"), read_values(path / file)
     oracle = Oracle(config, weights, inputs["engram_token_map"], quantize_kv=mode == "fp32_kvq")
     prompt = golden["prefill.argmax"].shape[1]
-    images = image_rows(inputs, golden, weights)
+    images = image_rows(config, inputs, weights)
     drafted = {prompt - 1, *(int(p) for p in golden["dspark.pos"])}
     runs = [run(oracle, row[:stop], prompt, images, drafted) for row in inputs["tokens"]]
     return Case(oracle, golden, prompt, runs)
@@ -86,12 +88,23 @@ def run(oracle: Oracle, tokens: np.ndarray, prompt: int, images: dict, drafted: 
     return Run(records, drafts, halfway or state, state)
 
 
-def image_rows(inputs: dict, golden: dict, weights: dict) -> dict[int, np.ndarray]:
-    """Embedding of every position inside an image span, from the recorded aligner outputs."""
+def pictures(config: dict, inputs: dict, weights: dict) -> list[tuple[np.ndarray, np.ndarray]]:
+    """(rows of the tower, image rows) of every recorded picture."""
+    wide, made = Params({name: np.float64(value) for name, value in weights.items()}), []
+    while f"image.{len(made)}.patches" in inputs:
+        name = f"image.{len(made)}"
+        _, height, width = (int(n) for n in inputs[f"{name}.start_h_w"])
+        patches = np.float64(inputs[f"{name}.patches"])
+        made.append(vision.image_rows(config["vision_config"], wide, patches, height, width))
+    return made
+
+
+def image_rows(config: dict, inputs: dict, weights: dict) -> dict[int, np.ndarray]:
+    """Embedding of every position inside an image span."""
     names = {0: "image_start", 2: "image_newline", 3: "image_end"}
-    features = [golden[name] for name in sorted(golden) if name.endswith("aligner_out")]
-    if not features:
+    found = pictures(config, inputs, weights)
+    if not found:
         return {}
-    patches = iter(np.concatenate(features))
+    rows = iter(np.concatenate([aligned for _, aligned in found]))
     types = enumerate(inputs["token_types"][0])
-    return {p: next(patches) if t == 1 else weights[names[t]] for p, t in types if t >= 0}
+    return {p: next(rows) if t == 1 else weights[names[t]] for p, t in types if t >= 0}

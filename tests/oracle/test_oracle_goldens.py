@@ -8,7 +8,8 @@ a row, so only medians, and everything before the first flip, can be held to tha
 import numpy as np
 import pytest
 
-from tests.oracle.golden_runs import Case, case
+from tests.oracle.golden_runs import Case, case, golden_folder, pictures
+from tests.oracle.weights import read_folder, read_values
 
 CLOSE = 1e-4
 FLIPPED = 1e-3
@@ -51,6 +52,17 @@ def test_logits(exact: Case):
         assert difference(exact.golden[f"{name}.logits"], logits) < CLOSE
     greedy = gather(exact, np.arange(exact.prompt), lambda record: np.argmax(record.logits))
     assert np.array_equal(greedy, exact.golden["prefill.argmax"])
+
+
+def test_images():
+    path = golden_folder("micro-vl", "golden_fp32.safetensors")
+    config, weights = read_folder(path)
+    golden = read_values(path / "golden_fp32.safetensors")
+    found = pictures(config, read_values(path / "inputs.safetensors"), weights)
+    assert len(found) == 2
+    for number, (seen, aligned) in enumerate(found):
+        assert difference(golden[f"vision.{number}.vit_out"], seen) < CLOSE
+        assert difference(golden[f"vision.{number}.aligner_out"], aligned) < CLOSE
 
 
 def test_expert_choices(exact: Case):
