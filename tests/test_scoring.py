@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 import deepinfer_jax as di
 from deepinfer_jax import scoring
 from deepinfer_jax.determinism.equality import bits
-from tests import tiny_model
+from deepinfer_jax.images import ImageSpan
+from tests import sighted, tiny_model
 
 TOP = 5  # computed as 8
 
@@ -104,18 +105,19 @@ def test_all_named_tokens_have_probability_one_together():
     np.testing.assert_allclose(np.exp(values).sum(-1), 1, atol=1e-6)
 
 
-@given(lengths=st.lists(st.integers(1, 700), max_size=40))
+@given(sizes=st.lists(st.tuples(st.integers(1, 700), st.booleans()), max_size=40))
 @settings(max_examples=50)
-def test_every_sequence_has_one_place_in_few_shapes(lengths):
-    batches = list(scoring._batches(lengths, 600))
-    lengths = [min(length, 600) for length in lengths]
-    numbers = [n for _, part in batches for n in part if n >= 0]
-    assert sorted(numbers) == list(range(len(lengths)))
-    for width, part in batches:
+def test_every_sequence_has_one_place_in_few_shapes(sizes):
+    batches = list(scoring._batches(sizes, 600))
+    numbers = [n for *_, part in batches for n in part if n >= 0]
+    assert sorted(numbers) == list(range(len(sizes)))
+    for width, shows, part in batches:
         assert width <= 600
-        assert all(lengths[n] <= width for n in part if n >= 0)
+        real = [sizes[n] for n in part if n >= 0]
+        assert all((min(length, 600) <= width, seen) == (True, shows) for length, seen in real)
         assert len(part) == 1 or len(part) * width <= scoring.ROWS
-    assert len({(width, len(part)) for width, part in batches}) <= 5
+    for kind in (False, True):
+        assert len({(w, len(part)) for w, shows, part in batches if shows == kind}) <= 5
 
 
 @pytest.mark.parametrize(
@@ -134,6 +136,19 @@ def test_what_cannot_be_scored_is_refused(arguments, error, message):
     sequences, top = (*arguments, 0)[:2]
     with pytest.raises(error, match=message):
         scoring.score_sequences(tiny_model.model(), sequences, top=top)
+
+
+def test_images_that_do_not_fit_are_refused():
+    model, image = sighted.glance(), ImageSpan(2, sighted.picture(2, 3, 0))  # 4 places
+    for images, says in (
+        ([[], []], "a list for each of 1 sequences, got 2"),
+        ([[image]], r"images\[0\] must .* the 5 tokens .* one at 2 of 4 tokens"),
+        ([[ImageSpan(0, image.picture), image]], "got one at 2 of 4"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            scoring.score_sequences(model, [[5] * 5], images=images)
+    with pytest.raises(ValueError, match="no vision tower"):
+        scoring.score_sequences(tiny_model.model(), [[5] * 9], images=[[image]])
 
 
 def test_nothing_is_scored_without_sequences():

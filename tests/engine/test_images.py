@@ -12,10 +12,13 @@ import pytest
 
 import deepinfer_jax as di
 from deepinfer_jax import engine, images, planning
+from deepinfer_jax.determinism import reference
+from deepinfer_jax.determinism.feeding import Text
 from deepinfer_jax.engine import Engine, Sizes, seats, sizes, warming
 from deepinfer_jax.engine.watch import signature
 from deepinfer_jax.images import Features, Picture
 from deepinfer_jax.images.gallery import Gallery
+from deepinfer_jax.numerics import Numerics
 from deepinfer_jax.prompts import make_requests
 from deepinfer_jax.requests import Options, Request
 from tests import sighted, tiny_model
@@ -205,18 +208,23 @@ def requests() -> list[Request]:
     return asking(sighted.model(), prompts)
 
 
-def answered(asked, room: Sizes = SIZES, **more) -> dict[int, di.Result]:
+def answered(asked, numerics: Numerics | None = None, **more) -> dict[int, di.Result]:
     """Results by the request's number."""
-    running = Engine(sighted.model(), room, **more)
+    running = Engine(seen_in(numerics), SIZES, **more)
     numbers = {running.submit(requests()[n]): n for n in asked}
     made = {update.index: update.result for update in running.updates() if update.result}
     assert made.keys() == numbers.keys()
     return {numbers[index]: result for index, result in made.items()}
 
 
+def seen_in(numerics: Numerics | None):
+    model = sighted.model()
+    return model if numerics is None else dataclasses.replace(model, numerics=numerics)
+
+
 @functools.cache
-def alone() -> list[di.Result]:
-    return [answered([n])[n] for n in range(len(requests()))]
+def alone(numerics: Numerics | None = None) -> list[di.Result]:
+    return [answered([n], numerics)[n] for n in range(len(requests()))]
 
 
 def watched(monkeypatch) -> list:
@@ -236,11 +244,12 @@ SIGHTED = range(7)
 
 @pytest.mark.slow
 @pytest.mark.exhaustive
-def test_nothing_that_happens_beside_an_image_changes_a_bit(monkeypatch):
-    """Beginnings are shared, requests preempted; requests of text run in calls with images."""
-    want = alone()
+@pytest.mark.parametrize("numerics", [None, Numerics.fp32()], ids=["bfloat16", "float32"])
+def test_nothing_that_happens_beside_an_image_changes_a_bit(monkeypatch, numerics):
+    """Requests are preempted, and those of text run in calls with images."""
+    want = alone(numerics)
     steps = watched(monkeypatch)
-    found = answered(range(len(requests())))
+    found = answered(range(len(requests())), numerics)
     assert [found[n] for n in range(len(requests()))] == want
     assert {p.job for step in steps for p in step.preempted} & {*SIGHTED}
     assert any({c.job for c in step.chunks} & {*SIGHTED} and step.decode for step in steps)
@@ -257,6 +266,50 @@ def test_a_beginning_with_an_image_is_shared_by_those_who_show_the_same(monkeypa
         assert [found[n] for n in pair] == [want[n] for n in pair]
         reused.append([s.reused for step in steps for s in step.seated])
     assert reused == [[0, 32], [0, 0], [0, 0]]
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+def test_the_plainest_run_says_the_same():
+    """One token per call from the first on, images too: nothing of a chunk is part of a result."""
+    model = sighted.model()
+    gallery = Gallery(model.params, model.cfg, model.numerics)
+    for number in (1, 4):
+        request, want = requests()[number], alone()[number]
+        image = np.zeros(len(request.tokens), bool)
+        vectors = np.zeros((len(request.tokens), model.cfg.hidden_size), np.float32)
+        for each in request.images:
+            made = gallery.embeddings(each.picture)
+            image[each.start : each.start + len(made)] = True
+            vectors[each.start : each.start + len(made)] = made
+        prompt = Text(np.array(request.tokens, np.int32), image, vectors)
+        rows = reference.refer(model, request, SIZES.capacity, prompt).rows
+        reply = slice(len(request.tokens) - 1, len(request.tokens) - 1 + len(want.tokens))
+        assert rows["token"][reply].tolist() == [*want.tokens]
+        assert rows["raw"][reply].tolist() == [*want.logprobs]
+        assert rows["processed"][reply].tolist() == [*want.logprobs_processed]
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+def test_nobody_begins_from_what_failed():
+    """Two that begin alike with an image that fails: the second waits for the first, and fails."""
+    model, ids = sighted.model(), [*range(20, 60)]
+    nan = features(0, model)
+    nan = dataclasses.replace(nan, rows=nan.rows * np.nan)
+    bad = [{"tokens": [5, TOKEN, *ids], "images": [nan], "id": f"bad {n}"} for n in (0, 1)]
+    good = [{"tokens": [5, TOKEN, *ids], "images": [shown(0)], "id": f"good {n}"} for n in (0, 1)]
+    asked = asking(model, [{**each, "max_tokens": 4, "seed": 2} for each in (*bad, *good)])
+    running = Engine(model, SIZES)
+    for request in asked:
+        running.submit(request)
+    ended = {
+        asked[u.index].id: u.result or u.error for u in running.updates() if u.result or u.error
+    }
+    for n in (0, 1):
+        assert isinstance(ended[f"bad {n}"], FloatingPointError)
+    assert ended["good 0"].tokens == ended["good 1"].tokens
+    assert running.statistics().shared_tokens == 48
 
 
 @pytest.mark.slow
