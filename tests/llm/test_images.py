@@ -89,3 +89,25 @@ def test_prompts_that_do_not_fit_their_images_are_refused(prompt, said, asked):
     with pytest.raises(ValueError, match=rf"prompts\[0\].*{said}"):
         model().generate(prompt, PARAMS)
     assert not asked
+
+
+@pytest.mark.exhaustive
+@pytest.mark.slow
+def test_scores_of_prompts_with_images_are_the_samplers():
+    """`outputs` compares the bits; of a prompt whose image fails there is nothing to score."""
+    seeing = sighted.glance()
+    picture = sighted.picture(6, 9, 0)
+    (made,) = images.encode_images(seeing.params, [picture], seeing.cfg, seeing.numerics)
+    broken = dataclasses.replace(made, rows=made.rows * float("nan"))
+    wanted = dataclasses.replace(PARAMS, max_tokens=2, prompt_logprobs=True, top_logprobs=3)
+    prompts = [
+        {"prompt_token_ids": [5, TOKEN, 7, 8], "multi_modal_data": {"image": image}}
+        for image in (picture, made, broken)
+    ]
+    with pytest.warns(RuntimeWarning, match="1 of 3 replies failed"):
+        one, same, failed = LLM(seeing).generate(prompts, wanted, use_tqdm=False)
+    assert one.outputs[0].logprobs == same.outputs[0].logprobs
+    assert one.prompt_logprobs == same.prompt_logprobs
+    assert len(one.prompt_logprobs) == len(one.prompt_token_ids) - 1 == 12
+    assert failed.prompt_logprobs is None
+    assert "image 0 could not be encoded" in str(failed.outputs[0].error)
