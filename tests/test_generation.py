@@ -71,7 +71,7 @@ def test_replies_do_not_depend_on_batch_order_or_padding():
 
 def test_replies_do_not_depend_on_where_the_host_looks(monkeypatch):
     """Any number of decode steps between two looks, prompts cut elsewhere."""
-    monkeypatch.setattr(engine.engine, "prefill_rows", lambda waiting: 32)
+    monkeypatch.setattr(engine.calls, "prefill_rows", lambda waiting: 32)
     prompts, model = real_prompts()[:7], tiny_model.model()
     requests = make(prompts)
     one = engine.sizes_for(requests, model.cfg, model.max_length, 1)

@@ -268,7 +268,7 @@ def test_after_warming_up_a_run_calls_what_was_foreseen(monkeypatch):
     """
     # Calls with prompts of one size, as the other tests have them.
     monkeypatch.setattr(warming, "PREFILL_ROWS", (32,))
-    monkeypatch.setattr(engine.engine, "prefill_rows", lambda waiting: 32)
+    monkeypatch.setattr(engine.calls, "prefill_rows", lambda waiting: 32)
     records: list[StepRecord] = []
     running, told = Engine(tiny_model.model(), SIZES, observer=records.append), []
     for request in requests():

@@ -187,7 +187,7 @@ def test_a_grammar_that_takes_too_long_fails_alone(monkeypatch):
 def test_programs_under_grammars_are_foreseen(monkeypatch):
     """Every call of a run with drafts is one of those that are compiled ahead of it."""
     monkeypatch.setattr(warming, "PREFILL_ROWS", (32,))
-    monkeypatch.setattr(engine.engine, "prefill_rows", lambda waiting: 32)
+    monkeypatch.setattr(engine.calls, "prefill_rows", lambda waiting: 32)
     plain()
     running = Engine(tiny_model.model(), SIZES, policy=planning.Fixed(2))
     for request in requests():
