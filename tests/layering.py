@@ -21,6 +21,7 @@ ORDER = (
     "numerics",
     "tables",
     "rows",
+    "eplb",
     "params",
     "safetensors",
     "checkpoint",
