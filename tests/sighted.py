@@ -39,9 +39,23 @@ def save(folder):
 @functools.cache
 def model():
     """A random model of that tower and of the sizes of tests/tiny_model.py, over its tokenizer."""
-    blind = tiny_model.model()
-    cfg = seeing(blind.cfg)
-    return dataclasses.replace(blind, cfg=cfg, params=params.init(jax.random.key(7), cfg))
+    return _random(seeing(tiny_model.model().cfg))
+
+
+@functools.cache
+def glance():
+    """The same with one layer, a window: what can be compiled in the time of a test."""
+    one = dataclasses.replace(
+        tiny_model.model().cfg, num_hidden_layers=1, num_nextn_predict_layers=0,
+        compress_ratios=(0,), kv_source_layer_ids=(), index_source_layer_ids=(),
+        dspark_target_layer_ids=(),
+    )  # fmt: skip
+    return _random(seeing(one))
+
+
+def _random(cfg):
+    made = params.init(jax.random.key(7), cfg)
+    return dataclasses.replace(tiny_model.model(), cfg=cfg, params=made)
 
 
 def picture(height, width, seed):
@@ -49,14 +63,3 @@ def picture(height, width, seed):
     shape = (height * width, 3, VISION.patch_size, VISION.patch_size)
     values = np.random.default_rng(seed).uniform(-1, 1, shape).astype(ml_dtypes.bfloat16)
     return Picture(values.astype(np.float32), height, width)
-
-
-@functools.cache
-def glance():
-    """The same with one layer, a window: what can be compiled in the time of a test."""
-    whole = model()
-    cfg = dataclasses.replace(
-        whole.cfg, num_hidden_layers=1, num_nextn_predict_layers=0, compress_ratios=(0,),
-        kv_source_layer_ids=(), index_source_layer_ids=(), dspark_target_layer_ids=(),
-    )  # fmt: skip
-    return dataclasses.replace(whole, cfg=cfg, params=params.init(jax.random.key(7), cfg))

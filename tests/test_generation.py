@@ -12,7 +12,7 @@ import pytest
 
 import deepinfer_jax as di
 from deepinfer_jax import engine, generation
-from deepinfer_jax.engine import calls, programs
+from deepinfer_jax.engine import programs
 from deepinfer_jax.engine.sizes import SHORTEST_CAPACITY
 from deepinfer_jax.prompts import make_requests
 from deepinfer_jax.requests import OptionArguments, Options
@@ -71,7 +71,7 @@ def test_replies_do_not_depend_on_batch_order_or_padding():
 
 def test_replies_do_not_depend_on_where_the_host_looks(monkeypatch):
     """Any number of decode steps between two looks, prompts cut elsewhere."""
-    monkeypatch.setattr(calls, "prefill_rows", lambda waiting: 32)
+    monkeypatch.setattr(engine.calls, "prefill_rows", lambda waiting: 32)
     prompts, model = real_prompts()[:7], tiny_model.model()
     requests = make(prompts)
     one = engine.sizes_for(requests, model.cfg, model.max_length, 1)

@@ -13,16 +13,7 @@ from hypothesis import strategies as st
 
 import deepinfer_jax as di
 from deepinfer_jax import engine, planning
-from deepinfer_jax.engine import (
-    Engine,
-    Sizes,
-    StepRecord,
-    calls,
-    memory,
-    programs,
-    warming,
-    watch,
-)
+from deepinfer_jax.engine import Engine, Sizes, StepRecord, memory, programs, warming, watch
 from deepinfer_jax.prompts import make_requests
 from deepinfer_jax.requests import Options
 from deepinfer_jax.scheduling import FirstCome, Priority, ShortestFirst
@@ -277,7 +268,7 @@ def test_after_warming_up_a_run_calls_what_was_foreseen(monkeypatch):
     """
     # Calls with prompts of one size, as the other tests have them.
     monkeypatch.setattr(warming, "PREFILL_ROWS", (32,))
-    monkeypatch.setattr(calls, "prefill_rows", lambda waiting: 32)
+    monkeypatch.setattr(engine.calls, "prefill_rows", lambda waiting: 32)
     records: list[StepRecord] = []
     running, told = Engine(tiny_model.model(), SIZES, observer=records.append), []
     for request in requests():

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 import deepinfer_jax as di
-from deepinfer_jax import planning
-from deepinfer_jax.engine import Engine, Sizes, calls, structured, warming
+from deepinfer_jax import engine, planning
+from deepinfer_jax.engine import Engine, Sizes, structured, warming
 from deepinfer_jax.grammar import Compiler, GrammarError, GrammarSettings, compiler
 from deepinfer_jax.prompts import make_requests
 from deepinfer_jax.requests import Options
@@ -187,7 +187,7 @@ def test_a_grammar_that_takes_too_long_fails_alone(monkeypatch):
 def test_programs_under_grammars_are_foreseen(monkeypatch):
     """Every call of a run with drafts is one of those that are compiled ahead of it."""
     monkeypatch.setattr(warming, "PREFILL_ROWS", (32,))
-    monkeypatch.setattr(calls, "prefill_rows", lambda waiting: 32)
+    monkeypatch.setattr(engine.calls, "prefill_rows", lambda waiting: 32)
     plain()
     running = Engine(tiny_model.model(), SIZES, policy=planning.Fixed(2))
     for request in requests():
