@@ -78,12 +78,20 @@ def answered(model: di.Model, asked: list[dict[str, Any]], batch: int) -> dict[s
     }  # fmt: skip
 
 
-def alone(model: di.Model, request: Request, longest: dict[str, Any]) -> Result:
-    """One request in an engine of one slot, of the same capacity for all."""
+def one_by_one(
+    model: di.Model, requests: list[Request], longest: dict[str, Any]
+) -> tuple[list[Result], float]:
+    """The results of requests in an engine of one slot and of the capacity for all, and seconds."""
     sizes = engine.sizes_for(requests_of(model, [longest]), model.cfg, model.max_length, 1)
     running = engine.Engine(model, sizes)
-    running.submit(request)
-    return next(update.result for update in running.updates() if update.result)
+    for request in requests:
+        running.submit(request)
+    running.warm_up()
+    start, found = time.perf_counter(), {}
+    for update in running.updates():
+        if update.result is not None:
+            found[update.index] = update.result
+    return [found[number] for number in range(len(requests))], time.perf_counter() - start
 
 
 def made(results: dict[int, Result]) -> int:
@@ -98,7 +106,7 @@ def main() -> int:
     parser.add_argument("--longest", type=int, default=2000, help="tokens of a prompt")
     parser.add_argument("--new", type=int, default=500, help="tokens of a reply")
     parser.add_argument("--batch-size", type=int, default=64)
-    parser.add_argument("--alone", type=int, default=20, help="requests also answered one by one")
+    parser.add_argument("--alone", type=int, default=100, help="requests also answered one by one")
     parser.add_argument("--out", type=Path, help="folder of the result, default bench/results")
     given = parser.parse_args()
     start, model = machine(), di.load("spark-tiny", rows=given.rows)
@@ -110,14 +118,11 @@ def main() -> int:
     rng = np.random.default_rng(13)
     chosen = rng.choice(given.count, min(given.alone, given.count), replace=False).tolist()
     requests = requests_of(model, asked)
-    alone(model, requests[chosen[0]], longest)  # compiles
-    differing, seconds, tokens = 0, 0.0, 0
-    for number in chosen:
-        began = time.perf_counter()
-        result = alone(model, requests[number], longest)
-        seconds += time.perf_counter() - began
-        tokens += len(result.tokens)
-        differing += result != whole["results"][number]
+    few = [requests[number] for number in chosen]
+    again, seconds = one_by_one(model, few, longest)
+    tokens = sum(len(result.tokens) for result in again)
+    pairs = zip(chosen, again, strict=True)
+    differing = sum(result != whole["results"][number] for number, result in pairs)
     same = answered(model, equal(asked, model.cfg.vocab_size), given.batch_size)
     speed = made(whole["results"]) / whole["s"]
     figures = {
