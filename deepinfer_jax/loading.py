@@ -79,7 +79,7 @@ def load(
         `params.decode`), which is several times faster on a CPU and gives the same bits; "auto"
         decodes on a CPU while the result stays below 1 GiB.
       rows: the form of the numerics (`Numerics.rows`), in place of what `numerics` says; default
-        `rows_for` of the back end. "ffi" is several times faster than "tiled" on a CPU and needs a
+        `rows_for` of the back end. "ffi" is 1.4 to 3 times as fast as "tiled" on a CPU and needs a
         C++ compiler there; the two have other bits.
 
     Raises:

@@ -11,7 +11,7 @@ order, padding, neighbours, or of the program around it. On CPU that needs four 
 - roundings to bfloat16 are explicit.
 
 `rows="ffi"` keeps the promise on a CPU with C++ kernels instead (`kernels_bridge`), in an order of
-their own: several times faster, where a compiler can build them.
+their own: about twice as fast, where a compiler can build them.
 
 On an NVIDIA GPU (`rows="pallas"`) every sum is a kernel of `numerics.pallas`, in an order of its
 own. `rows="batched"` trades the promise for plain XLA operations; `rows="dense"` goes further and
