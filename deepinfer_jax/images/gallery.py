@@ -14,6 +14,7 @@ from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.images import encoding, spans
 from deepinfer_jax.images.features import Features
 from deepinfer_jax.images.pixels import Picture
+from deepinfer_jax.images.spans_in_prompt import grid_of
 from deepinfer_jax.numerics import Numerics
 from deepinfer_jax.params import Params
 
@@ -71,8 +72,7 @@ class Gallery:
         program, args = encoding_call(picture, self._params, self._cfg, self._numerics)
         rows = np.asarray(self._read(self._ask(program, *args)))[0]
         assert self._cfg.vision is not None, "the model has a tower"
-        ratio = self._cfg.vision.downsample_ratio
-        height, width = -(-picture.height // ratio), -(-picture.width // ratio)
+        height, width = grid_of(picture, self._cfg.vision)
         return Features(rows[: height * width], height, width, picture.key)
 
     def _span(self, features: Features) -> np.ndarray:

@@ -76,22 +76,21 @@ def scores(
     query: IndexQuery, entries: Entries, ids: jax.Array, rows: Rows, spans: Spans, field: Field,
     numerics: Numerics,
 ) -> jax.Array:  # fmt: skip
-    """Index scores float32 [T, n] of entries `ids` ([n] for all rows, or [T, n]); no gradient.
+    """Index scores float32 [T, n] of entries `ids` ([n] for all rows, or [T, n]).
 
-    In blocks of a fixed width, up to the last one that holds anything visible: a cache of a long
-    capacity costs a short sequence nothing.
+    In blocks of a fixed width. With a cache only up to the last one that holds anything visible, so
+    that a long capacity costs a short sequence nothing; without one they are differentiable.
     """
-    query, entries = lax.stop_gradient((query, entries))
     t, n, width = rows.slots.shape[0], ids.shape[-1], numerics.index_block
-    blocks = -(-n // width)
     ids = jnp.broadcast_to(ids, (t, n))
-    ids = jnp.pad(ids, ((0, 0), (0, blocks * width - n)), constant_values=-1)
     visible = visible_entries(rows.positions, field.ratio)
     slots = jnp.maximum(rows.slots, 0)
     if numerics.rows == "ffi" and entries.pages is not None:
         stored = (entries.data, entries.source, entries.pages)
         heads, gain = query.heads, query.weights
-        return nx.index_cache(heads, gain, stored, slots, visible, ids[:, :n], numerics)
+        return nx.index_cache(heads, gain, stored, slots, visible, ids, numerics)
+    blocks = -(-n // width)
+    ids = jnp.pad(ids, ((0, 0), (0, blocks * width - n)), constant_values=-1)
     one = functools.partial(_score_row, field=field, numerics=numerics)
 
     def score(part: jax.Array) -> jax.Array:
@@ -100,8 +99,10 @@ def scores(
 
     if blocks == 1:
         return score(ids)[:, :n]
-    seen = ((ids >= 0) & (ids < visible[:, None])).reshape(t, blocks, width).any((0, 2))
-    needed = jnp.max(jnp.where(seen, jnp.arange(1, blocks + 1, dtype=jnp.int32), 0))
+    needed: Any = blocks
+    if entries.pages is not None:
+        seen = ((ids >= 0) & (ids < visible[:, None])).reshape(t, blocks, width).any((0, 2))
+        needed = jnp.max(jnp.where(seen, jnp.arange(1, blocks + 1, dtype=jnp.int32), 0))
     parts = ids.reshape(t, blocks, width)
     nothing = jnp.full((t, blocks, width), -jnp.inf)
     found = lax.fori_loop(0, needed, lambda b, s: s.at[:, b].set(score(parts[:, b])), nothing)

@@ -22,6 +22,7 @@ from deepinfer_jax.numerics import Numerics
 from deepinfer_jax.prompts import make_requests
 from deepinfer_jax.requests import Options, Request
 from tests import sighted, tiny_model
+from tests.engine.test_engine import watched
 from tests.sighted import TOKEN
 
 # Room for one long request, or two or three short ones. Calls have 32 rows, and a step 35.
@@ -225,18 +226,6 @@ def seen_in(numerics: Numerics | None):
 @functools.cache
 def alone(numerics: Numerics | None = None) -> list[di.Result]:
     return [answered([n], numerics)[n] for n in range(len(requests()))]
-
-
-def watched(monkeypatch) -> list:
-    """The steps that an engine was told to take."""
-    steps, step = [], engine.engine.Scheduler.step
-
-    def record(self, *args):
-        steps.append(step(self, *args))
-        return steps[-1]
-
-    monkeypatch.setattr(engine.engine.Scheduler, "step", record)
-    return steps
 
 
 SIGHTED = range(7)

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 BOUND = 1e-4
 MEDIAN = 1e-5
 FLIPPED = 1e-3
-RARE = 0.01
+RARE = 0.002
 STAGES = ("prefill", "decode")
 
 
