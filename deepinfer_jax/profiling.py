@@ -10,7 +10,6 @@ import dataclasses
 import hashlib
 import importlib.metadata
 import platform
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -38,7 +37,7 @@ from deepinfer_jax.planning.cost_table import CostTable, Curve
 from deepinfer_jax.planning.schedules import Fill, Lengths
 from deepinfer_jax.rows import Rows
 
-REPEATS = 7
+REPEATS = 12
 CALL_S = 0.3  # seconds that a measured call should take; slow rounds are timed fewer at a time
 PROMPT = 32  # tokens that stand in every slot before the first round
 
@@ -213,8 +212,10 @@ def _compiled(model: Model, cache: Cache, size: int, rows: int) -> Callable[...,
 def _round_ms(
     model: Model, cache: Cache, programs: dict[tuple[int, int], Callable[..., Any]]
 ) -> dict[tuple[int, int], float]:
-    """Milliseconds of one round of each program: medians of calls in turns, so that a drift of the
-    machine is shared by all sizes.
+    """Milliseconds of one round of each program: the fastest of its calls, which come in turns.
+
+    Whatever else the machine does only adds time. A median of few calls keeps some of it, another
+    share for each size, and the planner then believes a size slow that is not.
     """
     samples: dict[tuple[int, int], list[float]] = {sizes: [] for sizes in programs}
     rounds_of = dict.fromkeys(programs, 1)
@@ -230,4 +231,4 @@ def _round_ms(
                 samples[sizes].append(1e3 * each)
             else:
                 rounds_of[sizes] = int(np.clip(CALL_S / each, 1, MOST_STEPS))
-    return {sizes: statistics.median(each) for sizes, each in samples.items()}
+    return {sizes: min(each) for sizes, each in samples.items()}
