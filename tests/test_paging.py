@@ -101,7 +101,7 @@ def test_pages_have_the_bits_of_one_page_for_each_slot():
     np.testing.assert_array_equal(got, want)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # the default run has warm starts in tests/engine/test_engine.py
 @given(boundary=st.integers(1, 5), length=st.integers(22, CAPACITY), cut=st.integers(3, 9))
 @settings(max_examples=8)
 def test_a_warm_start_has_the_bits_of_a_cold_one(boundary, length, cut):

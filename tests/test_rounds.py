@@ -97,7 +97,7 @@ MOVES = st.lists(
 
 @pytest.mark.slow
 @given(moves=MOVES, order=st.permutations(range(9)))
-@settings(max_examples=8)
+@settings(max_examples=5)
 def test_no_use_of_the_drafter_changes_a_bit(moves, order):
     """Any lengths cut to eleven rows, with pauses, in any order of requests: tokens and numbers."""
     model = tiny_model.model()

@@ -20,6 +20,7 @@ ALONE = {
     "gradient",
     "neighbours",
     "padding",
+    "preemption",
     "remat",
     "repetition",
     "scan",

@@ -56,7 +56,7 @@ def test_the_plain_form_is_caught(name):
 )
 @pytest.mark.parametrize("value", SERVING)
 def test_one_flipped_bit_is_caught(name, value):
-    finding = determinism.run_check(CHECKS[name], setups.flipped(setups.setup("float32"), value))
+    finding = determinism.run_check(CHECKS[name], setups.flipped(setups.setup("bfloat16"), value))
     assert finding.differing == 1
     assert f" {value}[" in finding.first or "cache" in finding.first
 

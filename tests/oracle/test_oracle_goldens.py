@@ -13,7 +13,9 @@ from tests.oracle.weights import read_folder, read_values
 
 CLOSE = 1e-4
 FLIPPED = 1e-3
-FOLDERS = ("micro-bf16", "micro-fp8fp4", "micro-vl", "mini")
+FOLDERS = (
+    "micro-bf16", "micro-fp8fp4", "micro-vl", pytest.param("mini", marks=pytest.mark.exhaustive)
+)  # fmt: skip
 
 
 @pytest.fixture(params=FOLDERS)

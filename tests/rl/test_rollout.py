@@ -122,11 +122,12 @@ def test_drafts_are_accepted_and_save_rounds():
 
 
 @pytest.mark.slow
-def test_twenty_steps_without_any_difference():
+@pytest.mark.parametrize("count", [4, pytest.param(20, marks=pytest.mark.exhaustive)])
+def test_steps_without_any_difference(count):
     """Policy gradient: after every update sampler and trainer give the same bits, KL exactly 0."""
     model, weights = tiny_model.model(), masters()
     state = jax.jit(ADAM.init)(weights)
-    for step in range(20):
+    for step in range(count):
         chosen = options(100 + step, temperature=(1.0, 0.9, 1.2), top_p=(1.0, 0.95, 1.0))
         made = roll(weights, chosen, every_round(step % (DRAFTS + 1)))
         reward = _share_of_odd_tokens(made)
