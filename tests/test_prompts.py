@@ -192,6 +192,21 @@ REFUSED = [
     ({"prompt": "a", "seed": None}, "seed must be an integer"),
     ({"prompt": "a", "stop": [""]}, "stop must be non-empty strings"),
     ({"prompt": "a", "stop": 3}, "stop must be"),
+    ({"prompt": "a", "stop": b"ab"}, "stop must be a list of strings, got b'ab'"),
+    ({"prompt": "a", "stop": ["\ud800"]}, "stop must be non-empty strings of whole characters"),
+    ({"prompt": "a", "stop_token_ids": b"ab"}, "stop_token_ids must be a list, got b'ab'"),
+    ({"prompt": "a", "golden_token_ids": ""}, "golden_token_ids must be a list, got ''"),
+    (
+        {"prompt": "a", "temperature": 10**400},
+        r"temperature must be a finite number, got 1000.*\.\.",
+    ),
+    ({"prompt": "a", "top_k": 2**64 - 1}, "top_k must be -1 .all. or >= 1, got"),
+    ({"prompt": "a", "top_k": 2**63}, "top_k must be -1 .all. or >= 1, got 9223372036854775807"),
+    ({"prompt": "a", "effort": np.array([1, 2])}, "effort must be one of .* got array"),
+    ({"prompt": "a", "logit_bias": {"1" * 5000: 1}}, "a token id must be an integer, got '1111"),
+    ({"prompt": "a", "grammar": {"kind": "json", "schema": 3}}, "grammar: schema must be a JSON"),
+    ({"prompt": "a", "grammar": {"kind": "xml", "schema": ""}}, "grammar: kind must be one of"),
+    ({"prompt": "a", "grammar": {"kind": "json", "x": 1}}, "grammar has the unknown key 'x'"),
     ({"prompt": "a", "stop_token_ids": [4000]}, "stop_token_ids must lie in 0..2047"),
     ({"prompt": "a", "stop_token_ids": "ab"}, "stop_token_ids must be an integer"),
     ({"prompt": "a", "thinking": 1}, "thinking must be true or false"),
@@ -237,7 +252,7 @@ REFUSED = [
         "golden_token_ids and grammar cannot be given together",
     ),
     ({"prompt": "a", "effort": "much"}, "effort must be one of"),
-    ({"prompt": "\ud800"}, "surrogates"),
+    ({"prompt": "\ud800"}, "half a character"),
 ]
 
 

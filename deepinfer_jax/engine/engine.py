@@ -33,7 +33,7 @@ from deepinfer_jax.grammar import GrammarError
 from deepinfer_jax.images.gallery import Gallery
 from deepinfer_jax.loading import Model
 from deepinfer_jax.planning import OFF, Policy
-from deepinfer_jax.planning.policies import Move
+from deepinfer_jax.planning.policies import Move, check_policy
 from deepinfer_jax.requests import Request
 from deepinfer_jax.rounds import Round, Running
 from deepinfer_jax.scheduling import Job, Limits, Order, Scheduler, Step, Usage
@@ -54,6 +54,7 @@ class Engine:
         `policy`: how rounds use the drafter, `order`: who goes first; both decide the time alone.
         `observer`: is told of every call of the device; it may read the engine, nothing else.
         """
+        check_policy(policy)
         self._model, self._sizes, self._policy = model, sizes, policy
         self._limit = 1 if eager else MOST_STEPS
         self._start = time.perf_counter()
@@ -182,13 +183,22 @@ class Engine:
                 # Whoever reads may submit and cancel at every `yield`, but never within a step.
                 yield from [] if step.idle else self._carry_out(step, move, rounds)
                 # Masks follow from what was emitted: with a grammar at work nothing is ahead.
-                ahead = 0 if step.idle or self._ruled() else IN_FLIGHT
+                ahead = 0 if step.idle or self._ruled() or self._spent() else IN_FLIGHT
                 while len(self._flights) > ahead:
                     flight = self._flights.popleft()
                     suspects = {*flight.prompts}
                     yield from self._land(flight)
             except jax.errors.JaxRuntimeError as error:
                 yield from self._recover(suspects, error)
+
+    def _spent(self) -> bool:
+        """Whether what is on its way ends every reply at work: another look would be in vain.
+
+        For replies of one token a program would be compiled for it.
+        """
+        flights, works = len(self._flights), self._working()
+        ending = all(work.left <= flights for work in works if work)
+        return ending and not self._scheduler.filling
 
     def _compiled(self, wait: bool) -> list[Update]:
         """Let requests be scheduled whose grammars are compiled; end those whose failed."""

@@ -3,6 +3,7 @@
 import functools
 import json
 import pathlib
+import reprlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -16,11 +17,19 @@ BOS, EOS, PAD = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", 
 
 
 def load_tokenizer(folder: str | pathlib.Path) -> "Tokenizer":
-    """The tokenizer in `folder`. Raises FileNotFoundError without a tokenizer.json there."""
+    """The tokenizer in `folder`.
+
+    Raises FileNotFoundError without a tokenizer.json there, ValueError for one that cannot be read.
+    """
     path = pathlib.Path(folder) / TOKENIZER_FILE
     if not path.is_file():
         raise FileNotFoundError(f"no {TOKENIZER_FILE} in {folder}; give the model's folder")
-    return Tokenizer(path.read_text("utf-8"))
+    try:
+        return Tokenizer(path.read_text("utf-8"))
+    except OSError:
+        raise
+    except Exception as error:  # the library knows no other
+        raise ValueError(f"{path} is no tokenizer: {error}; get it again") from None
 
 
 class Tokenizer:
@@ -48,12 +57,15 @@ class Tokenizer:
         return token
 
     def encode_user(self, text: str) -> list[int]:
-        """Ids of text from outside; control spellings in it stay plain text."""
-        return self._plain.encode(text, add_special_tokens=False).ids
+        """Ids of text from outside; control spellings in it stay plain text.
+
+        Raises UnicodeEncodeError, a ValueError, for half of a surrogate pair.
+        """
+        return self._plain.encode(whole(text), add_special_tokens=False).ids
 
     def encode_markup(self, text: str) -> list[int]:
         """Ids of text in which control spellings mean control tokens. Never for text of a user."""
-        return self._full.encode(text, add_special_tokens=False).ids
+        return self._full.encode(whole(text), add_special_tokens=False).ids
 
     def decode(self, ids: Sequence[int], control: bool = True) -> str:
         """Text of `ids`, with or without the spellings of control tokens.
@@ -163,3 +175,11 @@ class Tokenizer:
     def token_bytes(self) -> tuple[bytes, ...]:
         """The bytes of every id; those of a control token are its spelling."""
         return decoding.token_bytes(self._full)
+
+
+def whole(text: str) -> str:
+    """`text`. Raises TypeError for no string, UnicodeEncodeError for half of a surrogate pair."""
+    if not isinstance(text, str):
+        raise TypeError(f"text must be a string, got {reprlib.repr(text)}")
+    text.encode("utf-8")
+    return text
