@@ -100,6 +100,14 @@ def test_profile_adds_to_what_is_known(capsys, monkeypatch, tmp_path):
     assert planning.read_table(path) == table(1, 4, 8)
 
 
+def test_profile_takes_a_model_as_info_does(capsys, monkeypatch, tmp_path):
+    path = tmp_path / "times.json"
+    measured(monkeypatch, table(1))
+    assert cli.main(["profile", FOLDER[1], "--slots", "1", "--out", str(path)]) == 0
+    assert cli.main(["profile", "spark-tiny", *FOLDER]) == 2
+    assert "give the model once, got 'spark-tiny' and --model" in capsys.readouterr().err
+
+
 def test_profile_refuses_before_it_measures(capsys, monkeypatch, tmp_path):
     asked = measured(monkeypatch)
     (tmp_path / "file").write_text("x")
