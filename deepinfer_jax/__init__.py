@@ -1,10 +1,13 @@
 """Deterministic, pure-functional JAX inference for the DeepSeek-V4.1 model family.
 
 The names below are imported when they are first used, so that importing the package costs little
-and touches no device. Everything else is a module away: `from deepinfer_jax import sampling`.
+and touches no device. Everything else is a module away: `from deepinfer_jax import sampling`, or
+`deepinfer_jax.sampling`, which imports it as well.
 """
 
 import importlib
+import importlib.util
+import pkgutil
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -12,6 +15,7 @@ if TYPE_CHECKING:
     from deepinfer_jax.checkpoint import load_params, save_params
     from deepinfer_jax.config import ModelConfig
     from deepinfer_jax.generation import generate, stream
+    from deepinfer_jax.grammar import Grammar
     from deepinfer_jax.llm import LLM, CompletionOutput, RequestOutput, SamplingParams
     from deepinfer_jax.loading import Model, load
     from deepinfer_jax.model.forward import forward, trace
@@ -33,6 +37,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "Cache": "cache",
     "CompletionOutput": "llm",
+    "Grammar": "grammar",
     "LLM": "llm",
     "Model": "loading",
     "ModelConfig": "config",
@@ -75,6 +80,7 @@ __all__ = [
     "LLM",
     "Cache",
     "CompletionOutput",
+    "Grammar",
     "Model",
     "ModelConfig",
     "Numerics",
@@ -116,6 +122,9 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
+        # A module of the package: importing it makes it an attribute here.
+        if not name.startswith("_") and importlib.util.find_spec(f"{__name__}.{name}"):
+            return importlib.import_module(f"{__name__}.{name}")
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module, _, inner = _HOMES[name].partition(":")
     value = getattr(importlib.import_module(f"{__name__}.{module}"), inner or name)
@@ -124,4 +133,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*__all__, *globals()})
+    modules = {found.name for found in pkgutil.iter_modules(__path__)} - {"__main__"}
+    return sorted({*__all__, *globals(), *modules})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Iterator, Sequence
 from typing import Any, Unpack
 
@@ -68,7 +69,10 @@ def _results(made: Iterator[Update], count: int) -> list[Result]:
         if update.error:
             failed.append(update.error)
     if failed:
-        failed[0].add_note(f"{len(found)} of {count} requests have results: `updates` gives them")
+        failed[0].add_note(
+            f"{len(found)} of {count} requests have results: `generation.updates` gives them as "
+            "they come, `LLM` and the command line give them beside the errors"
+        )
         raise failed[0]
     assert len(found) == count, f"{len(found)} results of {count} requests"
     return [found[index] for index in range(count)]
@@ -116,4 +120,6 @@ def updates(
 
 
 def _requests(model: Model, prompts: Sequence[Any], options: Options) -> list[Request]:
+    if not isinstance(model, Model):
+        raise TypeError(f"model must be what `load` returns, got {reprlib.repr(model)}: load it")
     return prompting.make_requests(prompts, options, model.tokenizer, model.cfg, model.max_length)

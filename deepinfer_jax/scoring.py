@@ -8,6 +8,7 @@ sampler's numbers in every bit, so nothing has to be kept while sampling.
 from __future__ import annotations
 
 import dataclasses
+import reprlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -160,7 +161,10 @@ def _check(model: Model, sequences: Sequence[Sequence[int]], top: int) -> None:
     for number, tokens in enumerate(sequences):
         ids = np.asarray(tokens)
         if ids.ndim != 1 or not ids.size or ids.dtype.kind not in "iu":
-            raise TypeError(f"sequences[{number}] must be a non-empty list of token ids")
+            raise TypeError(
+                f"sequences[{number}] must be a non-empty list of token ids, got "
+                f"{reprlib.repr(tokens)}; `model.tokenizer` makes them of text and messages"
+            )
         if ids.size > model.max_length:
             raise ValueError(
                 f"sequences[{number}] has {ids.size} tokens, the model is loaded for "

@@ -2,10 +2,12 @@
 
 import base64
 import json
+import re
+from pathlib import Path
 
 import pytest
 
-from deepinfer_jax import cli, images
+from deepinfer_jax import cli, images, loading
 from deepinfer_jax.cli import inputs, records
 from deepinfer_jax.cli.refusal import Refused
 from deepinfer_jax.requests import Request
@@ -37,6 +39,19 @@ def pictures(request):
 
 def wanted(*pixels):
     return [images.picture_from_array(each, VISION) for each in pixels]
+
+
+def test_the_small_model_of_the_documentation(tmp_path, monkeypatch):
+    """The block of docs/images.md writes a checkpoint that loads, and that the command shows to."""
+    text = (Path(__file__).parents[1] / "docs" / "images.md").read_text("utf-8")
+    (block,) = re.findall(r"<!-- tested: sighted -->\n```python\n(.*?)```", text, re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    exec(compile(block, "docs/images.md", "exec"), {})
+    (tmp_path / "table.png").write_bytes(encoded(pattern(84, 126), "PNG"))
+    (tmp_path / "sighted").rename(tmp_path / "model")
+    request = made(tmp_path, "What is on the table?", "--image", "table.png")[0]
+    cfg = loading.load("model").cfg
+    assert request.tokens.count(cfg.image_token_id) == 2 * (3 + 1) + 2
 
 
 def test_images_of_prompts_on_the_command_line(folder, monkeypatch):

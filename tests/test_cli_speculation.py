@@ -46,13 +46,13 @@ def generate(*args: str) -> int:
         ("threshold:2", "got 'threshold:2'"),
         ("threshold:nan", "got 'threshold:nan'"),
         ("9", "--speculative 9: count must be at most 5 for this model"),
-        ("planner:nowhere.json", "no cost table at nowhere.json; run `deepinfer-jax profile`"),
+        ("planner:nowhere.json", "run `deepinfer-jax profile {} --out nowhere.json` to"),
     ],
 )
 def test_what_cannot_be_is_refused(capsys, monkeypatch, tmp_path, how, message):
     monkeypatch.chdir(tmp_path)
     assert generate("a", f"--speculative={how}") == 2
-    assert message in capsys.readouterr().err
+    assert message.format(FOLDER[1]) in capsys.readouterr().err
 
 
 def test_a_table_of_something_else_is_refused(capsys, tmp_path):
@@ -64,7 +64,7 @@ def test_a_table_of_something_else_is_refused(capsys, tmp_path):
     assert generate("a", f"--speculative=planner:{path}") == 2
     said = capsys.readouterr().err
     assert "no step times for 1 slots, only for 2, 8" in said
-    assert "profile --slots 1`" in said
+    assert f"`deepinfer-jax profile {FOLDER[1]} --out {path} --slots 1`" in said
 
 
 def test_the_forms_name_their_policies(tmp_path, monkeypatch):
@@ -107,6 +107,14 @@ def test_profile_adds_to_what_is_known(capsys, monkeypatch, tmp_path):
         assert capsys.readouterr().out == f"{path}\n"
     assert asked == [[1, 8], [4]]
     assert planning.read_table(path) == table(1, 4, 8)
+
+
+def test_profile_takes_a_model_as_info_does(capsys, monkeypatch, tmp_path):
+    path = tmp_path / "times.json"
+    measured(monkeypatch, table(1))
+    assert cli.main(["profile", FOLDER[1], "--slots", "1", "--out", str(path)]) == 0
+    assert cli.main(["profile", "spark-tiny", *FOLDER]) == 2
+    assert "give the model once, got 'spark-tiny' and --model" in capsys.readouterr().err
 
 
 def test_profile_refuses_before_it_measures(capsys, monkeypatch, tmp_path):

@@ -163,6 +163,12 @@ def test_options_are_arguments():
         di.stream(tiny_model.model(), "a", batch_size=1)
 
 
+def test_a_name_is_no_model():
+    for call in (di.generate, di.stream):
+        with pytest.raises(TypeError, match="must be what `load` returns, got 'spark-tiny': load"):
+            call("spark-tiny", ["a"])
+
+
 def test_a_bad_argument_is_refused_by_the_call():
     with pytest.raises(ValueError, match="temperature must be finite"):
         di.stream(tiny_model.model(), "a", temperature=-1)

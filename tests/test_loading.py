@@ -3,6 +3,8 @@
 import dataclasses
 import json
 import shutil
+import subprocess
+import sys
 
 import jax
 import numpy as np
@@ -159,5 +161,16 @@ def test_public_names_are_listed_and_found():
     assert names <= set(dir(deepinfer_jax))
     for name in names:
         assert getattr(deepinfer_jax, name) is not None
+    assert {"rl", "planning"} <= set(dir(deepinfer_jax))
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         deepinfer_jax.nothing  # noqa: B018
+
+
+def test_a_module_is_found_by_its_name_alone():
+    """In a fresh process, where nothing has imported it yet; the package alone stays light."""
+    program = (
+        "import sys, deepinfer_jax as di; before = set(sys.modules);"
+        "assert not {'jax', 'numpy', 'deepinfer_jax.strict_json'} & before;"
+        "assert di.strict_json.__name__ == 'deepinfer_jax.strict_json'"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)

@@ -211,6 +211,8 @@ REFUSED = [
     ({"prompt": "a", "stop_token_ids": "ab"}, "stop_token_ids must be an integer"),
     ({"prompt": "a", "thinking": 1}, "thinking must be true or false"),
     ({"prompt": "a", "ignore_eos": None}, "ignore_eos must be true or false, got None"),
+    ({"prompt": "a", "grammar": "json"}, 'grammar must be a Grammar, as Grammar\\("regex"'),
+    ({"prompt": "a", "grammar": {"type": "object"}}, "unknown key 'type'.*JSON schema goes under"),
     ({"prompt": "a", "logit_bias": 5}, "logit_bias must be a mapping of token ids to numbers"),
     ({"prompt": "a", "logit_bias": "5"}, "logit_bias must be a mapping of token ids to numbers"),
     ({"prompt": "a", "logit_bias": [5]}, "logit_bias must be a mapping or pairs"),

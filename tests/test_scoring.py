@@ -124,6 +124,7 @@ def test_every_sequence_has_one_place_in_few_shapes(sizes):
     ("arguments", "error", "message"),
     [
         (([[1], []],), TypeError, r"sequences\[1\] must be a non-empty list"),
+        ((["text"],), TypeError, r"got 'text'; `model\.tokenizer` makes them"),
         (([[1.5]],), TypeError, "must be a non-empty list of token ids"),
         (([[2048]],), ValueError, r"outside of 0\.\.2047"),
         (([[-1]],), ValueError, r"outside of 0\.\.2047"),

@@ -182,6 +182,10 @@ def _outcome(path: Path, report: Report) -> int:
 
     for line in reporting.problem_lines(report):
         print(f"deepinfer-jax eval score: {path}: {line}", file=sys.stderr)
+    asked, items = [score.id for score in report.scores], report.task.items
+    if len(asked) < len(items) and asked == [item.id for item in items[: len(asked)]]:
+        said = f"only the first {len(asked)} items have replies; --limit {len(asked)} judges those"
+        print(f"deepinfer-jax eval score: {said}", file=sys.stderr)
     return INCOMPLETE if report.problems else 0
 
 

@@ -34,7 +34,8 @@ def add_command(commands: Any) -> None:
     )
     parser.set_defaults(run=run)
     add = parser.add_argument
-    add("--model", default="spark-tiny", metavar="NAME|DIR", help="default spark-tiny")
+    add("named", nargs="?", metavar="MODEL", help="name or folder; default spark-tiny")
+    add("--model", metavar="NAME|DIR", help="the same, as of `generate`")
     add_rows(parser)
     add("--slots", type=int, nargs="+", default=list(_SLOTS), metavar="N", help="requests at once "
         "(`generate --batch-size`); default 1 2 4 8")  # fmt: skip
@@ -47,10 +48,13 @@ def run(args: argparse.Namespace) -> int:
     from deepinfer_jax import loading, profiling
     from deepinfer_jax.planning import merged, save_table
 
+    if args.named is not None and args.model is not None:
+        raise Refused(f"give the model once, got {args.named!r} and --model {args.model!r}")
+    name = args.named or args.model or "spark-tiny"
     require_device()
     use_compilation_cache()
     try:
-        model = loading.load(args.model, rows=args.rows)
+        model = loading.load(name, rows=args.rows)
         path = args.out or table_file(model)
         path.parent.mkdir(parents=True, exist_ok=True)
         known = _known(path, model)

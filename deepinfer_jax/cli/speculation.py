@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -63,8 +64,22 @@ def policy_of(how: str, model: Model, slots: int) -> Policy:
             policy = policies.OFF if kind == "off" else policies.Fixed(int(kind))
         policy.start(slots, model.cfg.most_drafts)
     except (ValueError, OSError) as error:
-        raise Refused(f"--speculative {how}: {error}") from None
+        said = str(error).replace("`deepinfer-jax profile", f"`{_profiling(rest, model)}")
+        raise Refused(f"--speculative {how}: {said}") from None
     return policy
+
+
+def _profiling(file: str, model: Model) -> str:
+    """The command that measures what is missing here: bare, it measures `spark-tiny`."""
+    import jax
+
+    from deepinfer_jax.numerics import rows_for
+
+    name = [] if model.name == "spark-tiny" else [model.name]
+    form = model.numerics.rows
+    rows = [] if form == rows_for(jax.default_backend()) else ["--rows", form]
+    out = ["--out", file] if file else []
+    return shlex.join(["deepinfer-jax", "profile", *name, *rows, *out])
 
 
 def measured_with(model: Model) -> dict[str, str]:

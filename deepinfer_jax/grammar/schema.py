@@ -69,7 +69,10 @@ class Grammar:
         Raises ValueError or TypeError that says which key, what was expected and what came.
         """
         if not isinstance(value, Mapping):
-            raise TypeError(f"grammar must be a mapping, got {reprlib.repr(value)}")
+            raise TypeError(
+                'grammar must be a Grammar, as Grammar("regex", "yes|no"), or a mapping of its '
+                f"fields, got {reprlib.repr(value)}"
+            )
         if "kind" not in value:
             return cls.from_so_args(value)
         renamed = {"schema_type" if key == "kind" else key: each for key, each in value.items()}
@@ -91,8 +94,10 @@ class Grammar:
         for key in so_args:
             if key not in _SO_ARGS:
                 known = ", ".join(_SO_ARGS)
-                said = reprlib.repr(key)
-                raise ValueError(f"so_args has the unknown key {said}; known are {known}")
+                raise ValueError(
+                    f"so_args has the unknown key {reprlib.repr(key)}; known are {known}. A JSON "
+                    'schema goes under `schema`, or into Grammar("json", schema)'
+                )
         for key in _SO_ARGS[:2]:
             if key not in so_args:
                 raise ValueError(f"so_args needs {key!r}, got only {list(so_args)}")

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import deepinfer_jax as di
-from deepinfer_jax import engine, grammar, planning
+from deepinfer_jax import grammar, planning
 from deepinfer_jax.engine import Engine, Sizes, structured
 from deepinfer_jax.engine.seats import Work
 from deepinfer_jax.grammar import Compiler, GrammarError, GrammarSettings, compiler

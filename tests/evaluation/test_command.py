@@ -210,7 +210,9 @@ def test_a_shipped_task_is_known_by_its_ids(fake, tmp_path, capsys):
     assert run("score", out, "--limit", 3) == 0
     assert "task      sorting" in capsys.readouterr().out
     assert run("score", out) == 1
-    assert "17 missing: sorting-03#0; " in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "17 missing: sorting-03#0; " in said
+    assert "only the first 3 items have replies; --limit 3 judges those" in said
 
 
 def test_a_file_that_is_not_whole_is_said_and_scored(replies, task, capsys):
