@@ -194,7 +194,7 @@ def _arguments(model: Model, cache: Cache, size: int) -> tuple[tuple[Any, ...], 
     )
     schedule = Fill(np.ones(block, np.float32)) if size else Lengths(np.int32(0))
     more = {
-        "limit": np.int32(MOST_STEPS), "leave": np.bool_(False), "schedule": schedule,
+        "limit": np.int32(MOST_STEPS), "leave": np.int32(0), "schedule": schedule,
     }  # fmt: skip
     return (model.params, model.tables, running, cache, _options(slots)), more
 

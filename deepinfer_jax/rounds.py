@@ -360,7 +360,8 @@ def decode_many(
     Args:
       steps: most rounds, the length of the results.
       limit: int32 scalar, fewer rounds of the same program; default `steps`.
-      leave: bool scalar, return as soon as a slot stops (somebody waits for it); default False.
+      leave: int32 scalar, return once so many slots have stopped (somebody waits for them);
+        default 0: never.
       size: drafts made in a round; 0, the default, decodes one by one.
       rows, schedule, mode, mask: of every round, as in `speculate`; the default verifies every
         draft.
@@ -370,7 +371,7 @@ def decode_many(
     """
     schedule = Lengths(jnp.int32(size)) if schedule is None else schedule
     limit = jnp.int32(steps) if limit is None else limit
-    leave = jnp.asarray(False) if leave is None else leave
+    leave = jnp.int32(0) if leave is None else leave
     started = running.active
 
     def once(running: Running, cache: Cache) -> tuple[Round, Running, Cache]:
@@ -381,8 +382,9 @@ def decode_many(
 
     def more(carry):
         done, now, *_ = carry
-        stopped = jnp.any(started & ~now.active)
-        return (done < limit) & jnp.any(now.active) & ~(leave & stopped)
+        stopped = jnp.count_nonzero(started & ~now.active)
+        enough = (leave > 0) & (stopped >= leave)
+        return (done < limit) & jnp.any(now.active) & ~enough
 
     def step(carry):
         done, now, cache, record = carry

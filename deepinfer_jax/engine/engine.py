@@ -24,7 +24,7 @@ from deepinfer_jax.engine import pictures, programs
 from deepinfer_jax.engine.calls import Shown, calls
 from deepinfer_jax.engine.flights import Flight, Seat, Update
 from deepinfer_jax.engine.seats import Work, padded, sampling_of, seated_edits
-from deepinfer_jax.engine.sizes import MOST_STEPS, Sizes, grown
+from deepinfer_jax.engine.sizes import MOST_STEPS, Sizes, enough_free, grown
 from deepinfer_jax.engine.statistics import Asked, Observer, Statistics, Tally, learnt
 from deepinfer_jax.engine.structured import Looked, Structured
 from deepinfer_jax.engine.warming import Warming, compiled, needs, planned
@@ -352,7 +352,8 @@ class Engine:
         made, self._running, self._cache = self._watch.ask(
             programs.decode_program, model.params, model.tables, alone, self._cache,
             self._sampling, model.cfg, model.numerics, steps=MOST_STEPS, limit=np.int32(limit),
-            leave=np.bool_(self._scheduler.usage().waiting > 0), size=move.size, rows=move.rows,
+            leave=np.int32(enough_free(self._scheduler.usage().waiting, self._sizes.slots)),
+            size=move.size, rows=move.rows,
             schedule=move.schedule, mode="coupled",
         )  # fmt: skip
         self._rejoin(alone, active)

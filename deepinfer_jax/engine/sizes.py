@@ -147,6 +147,15 @@ def _cheapest(waiting: int, beside: int, among: tuple[int, ...]) -> tuple[int, i
     return cost, -size
 
 
+def enough_free(waiting: int, slots: int) -> int:
+    """Slots that are to be free before a look ends early for those who wait; 0 for nobody.
+
+    One in eight: the prompts of several fill a call, those of one would leave most of it empty. A
+    look is short, so nobody waits for long.
+    """
+    return min(waiting, max(1, slots // 8))
+
+
 def span_lengths(requests: Iterable[Request], vision: VisionConfig | None) -> list[int]:
     """Of all images of `requests`, for a model with this tower."""
     if vision is None:

@@ -186,7 +186,7 @@ def _rounds(
                 f"decode {slots} slots" + (f", {move.size} drafts" if move.size else "")
                 + (f", {move.rows} rows" if move.rows != slots * (move.size + 1) else ""),
                 programs.decode_program, (*state, *rest, model.cfg, model.numerics),
-                {"steps": MOST_STEPS, "limit": np.int32(1), "leave": np.bool_(False),
+                {"steps": MOST_STEPS, "limit": np.int32(1), "leave": np.int32(0),
                  "size": move.size, "rows": move.rows, "schedule": move.schedule,
                  "mode": "coupled"},
             )  # fmt: skip

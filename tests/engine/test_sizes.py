@@ -66,6 +66,13 @@ def test_rows_of_a_prefill_call(waiting, slots, rows):
     assert sizes.prefill_rows(waiting, room) == rows
 
 
+@pytest.mark.parametrize(
+    ("waiting", "slots", "free"), [(0, 64, 0), (3, 64, 3), (99, 64, 8), (99, 8, 1), (5, 1, 1)]
+)
+def test_a_look_ends_for_those_who_wait(waiting, slots, free):
+    assert sizes.enough_free(waiting, slots) == free
+
+
 def test_larger_calls_where_there_are_many_prompts():
     """For a few it would not pay to compile them."""
 
