@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-from environment import write_result
+from environment import machine, write_result
 
 from deepinfer_jax import params, resources
 from deepinfer_jax.config import ModelConfig, VisionConfig
@@ -161,10 +161,15 @@ def main() -> None:
     parser.add_argument("--kernels", action="store_true", help="list kernels by time")
     parser.add_argument("--small", action="store_true", help="a tiny tower, to try the script")
     parser.add_argument("--out", type=Path, help="folder of the result, default bench/results")
-    arguments = parser.parse_args()
+    arguments, start = parser.parse_args(), machine()
     cfg = config(arguments.small)
     tower = random_tower(cfg)
     forms = [rows_for(jax.default_backend()), *(["batched"] if arguments.plain else [])]
+    settings = {
+        "name": "small" if arguments.small else "deepseek-v4.1-flash, random weights",
+        "numerics": Numerics.native(False, forms[0]).fingerprint(),
+        "peak_tflops": arguments.peak,
+    }
     results = []
     for text in arguments.pictures:
         height, width = (int(side) for side in text.split("x"))
@@ -175,14 +180,10 @@ def main() -> None:
                 found = measure((height, width), batch, tower, cfg, rows, arguments)
                 results.append(found)
                 show(found)
-    settings = {
-        "name": "small" if arguments.small else "deepseek-v4.1-flash, random weights",
-        "numerics": Numerics.native(False, forms[0]).fingerprint(),
-        "peak_tflops": arguments.peak,
-    }
-    write_result(
-        "vision", arguments.machine, __doc__, settings, {"results": results}, arguments.out
-    )
+                write_result(  # what there is, should the rest not come to its end
+                    "vision", arguments.machine, __doc__, settings, {"results": results},
+                    arguments.out, start,
+                )  # fmt: skip
 
 
 if __name__ == "__main__":
