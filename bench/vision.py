@@ -27,6 +27,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 from environment import machine, write_result
+from recording import recorded
 
 from deepinfer_jax import params, resources
 from deepinfer_jax.config import ModelConfig, VisionConfig
@@ -92,11 +93,9 @@ def timed(run: Any, loops: int, repeats: int) -> list[float]:
 
 def kernels(run: Any) -> dict[str, float]:
     """Device milliseconds of one call by the name of the kernel, the largest first."""
-    from jax.experimental.mosaic.gpu import profiler
-
     total: collections.Counter[str] = collections.Counter()
-    for name, ms in profiler.measure(run, aggregate=False)()[1] or ():
-        total[name] += ms
+    for kernel in recorded(run)[1]:
+        total[kernel.name] += (kernel.end - kernel.begin) / 1e6
     return dict(total.most_common(20))
 
 
