@@ -81,7 +81,8 @@ class Engine:
         self._seats: list[Seat | None] = [None] * sizes.slots
         self._stale: set[int] = set()  # slots that the device must not go on with
         self._table = np.full((sizes.slots, sizes.table), -1, np.int32)
-        self._device = Device(model, sizes, sampling_of([None] * sizes.slots), self._watch)
+        sampling = sampling_of(self._working(), sizes.truncates)
+        self._device = Device(model, sizes, sampling, self._watch)
 
     def submit(self, request: Request, priority: int = 0) -> int:
         """Let a request wait for its turn; returns its number, counted from 0.
@@ -103,6 +104,7 @@ class Engine:
         if needed != self._sizes:
             self._sizes = needed
             self._device.widen(needed)
+            self._device.sample(sampling_of(self._working(), needed.truncates))
         self._works[number] = work
         self._tally.counts.requests += 1
         return number
@@ -273,7 +275,7 @@ class Engine:
             )
             self._stale.clear()
         if fresh:
-            self._device.sample(sampling_of(works))
+            self._device.sample(sampling_of(works, self._sizes.truncates))
         if restored:
             places, slots = map(list, zip(*restored, strict=True))
             self._device.restore(self._padded(places, 0), self._padded(slots, self._sizes.slots))

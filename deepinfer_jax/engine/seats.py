@@ -118,10 +118,13 @@ def _numbers(sampled: Sampled) -> tuple:
     return sampled.logprob_raw, sampled.logprob_processed, sampled.kept_mass
 
 
-def sampling_of(seated: Sequence[Work | None]) -> Sampling:
-    """Sampling parameters of every slot; an empty one is greedy, which costs nothing."""
+def sampling_of(seated: Sequence[Work | None], truncates: bool) -> Sampling:
+    """Sampling parameters of every slot; an empty one is greedy, which costs nothing.
+
+    `truncates`: whether one of them may (`Sizes.truncates`).
+    """
     options = [work.request.options if work else None for work in seated]
-    return sampling.make_sampling(
+    made = sampling.make_sampling(
         len(seated),
         [o.temperature if o else 0.0 for o in options],
         [o.top_p if o else 1.0 for o in options],
@@ -129,6 +132,7 @@ def sampling_of(seated: Sequence[Work | None]) -> Sampling:
         [o.min_p if o else 0.0 for o in options],
         seeds=[work.request.seed if work else 0 for work in seated],
     )
+    return made if truncates else sampling.untruncated(made)
 
 
 def edits_of(work: Work, cfg: ModelConfig, sizes: Sizes) -> Edits:

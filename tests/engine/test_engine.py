@@ -115,6 +115,24 @@ def test_drafts_in_narrow_places_change_no_bit():
     assert sum(result.timing.accepted for result in found.values()) > 3
 
 
+@pytest.mark.exhaustive  # on a GPU the engine runs so wherever it can
+def test_programs_that_never_truncate_change_no_bit():
+    """Until somebody asks for it, in the middle of a run."""
+    running, found = Engine(tiny_model.model(), dataclasses.replace(SIZES, truncates=False)), {}
+    late = [n for n in range(COUNT) if requests()[n].options.truncates]
+    numbers = {running.submit(requests()[n]): n for n in range(COUNT) if n not in late}
+    assert late
+    assert running._device.state().sampling.top_p is None
+    for update in running.updates():
+        if update.result:
+            found[numbers[update.index]] = update.result
+        if late and len(found) > 2:
+            numbers |= {running.submit(requests()[n]): n for n in late}
+            late = []
+    assert running._device.state().sampling.top_p is not None
+    assert [found[n] for n in range(COUNT)] == alone()
+
+
 def test_cancelled_requests_are_not_heard_of_again():
     running = Engine(tiny_model.model(), SIZES)
     numbers = [running.submit(requests()[n]) for n in range(6)]
