@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
@@ -16,36 +15,28 @@ from deepinfer_jax.numerics.pallas import scores
 
 
 def _kernel(count_ref, q_ref, k_ref, v_ref, out_ref, *, scale, rows, keys, width):
-    """`rows` queries of one head of one sequence over blocks of `keys` keys, in order.
-
-    Exponentials are powers of two, and the running maximum is of scores in that measure.
-    """
-    factor = np.float32(scale * math.log2(math.e))
+    """`rows` queries of one head of one sequence over blocks of `keys` keys, in order."""
     first, head, b = pl.program_id(0) * rows, pl.program_id(1), pl.program_id(2)
     count, size = count_ref[b], q_ref.shape[-1]
     inner = (lax.iota(jnp.int32, width) < size)[None, :]
 
     def load(ref, start, number, limit):
+        inside = (start + lax.iota(jnp.int32, number) < limit)[:, None] & inner
         at = ref.at[b, pl.ds(start, number), head, pl.ds(0, width)]
-        if limit is None and width == size:
-            return triton.load(at)
-        inside = jnp.broadcast_to(inner, (number, width))
-        if limit is not None:
-            inside = inside & (start + lax.iota(jnp.int32, number) < limit)[:, None]
         return triton.load(at, mask=inside, other=jnp.zeros((), ref.dtype))
 
     q = load(q_ref, first, rows, q_ref.shape[1])
 
-    def add(i, carry, limit=None):
+    def add(i, carry):
         top, z, value = carry
         start = i * keys
-        s = scores.dot(q, load(k_ref, start, keys, limit), trans_b=True)
-        if limit is not None:
-            s = jnp.where((start + lax.iota(jnp.int32, keys) < limit)[None, :], s, -jnp.inf)
-        now = jnp.maximum(top, jnp.max(s, axis=1) * factor)
-        p = jnp.exp2(s * factor - now[:, None])
-        fade = jnp.exp2(top - now)
-        part = scores.dot(p.astype(v_ref.dtype), load(v_ref, start, keys, limit))
+        seen = (start + lax.iota(jnp.int32, keys) < count)[None, :]
+        s = scores.dot(q, load(k_ref, start, keys, count), trans_b=True) * np.float32(scale)
+        s = jnp.where(seen, s, -jnp.inf)
+        now = jnp.maximum(top, jnp.max(s, axis=1))
+        p = jnp.exp(s - now[:, None])
+        fade = jnp.exp(top - now)
+        part = scores.dot(p.astype(v_ref.dtype), load(v_ref, start, keys, count))
         return now, z * fade + jnp.sum(p, axis=1), value * fade[:, None] + part
 
     start = (
@@ -53,12 +44,8 @@ def _kernel(count_ref, q_ref, k_ref, v_ref, out_ref, *, scale, rows, keys, width
         jnp.zeros((rows,), jnp.float32),
         jnp.zeros((rows, width), jnp.float32),
     )
-    real = jnp.where(first < count, count, 0)
-    whole = real // keys
-    found = lax.fori_loop(0, whole, add, start)
-    # Whole blocks need no mask; at most one follows that does.
-    rest = functools.partial(add, limit=count)
-    _, z, value = lax.fori_loop(whole, pl.cdiv(real, keys), rest, found)
+    blocks = jnp.where(first < count, pl.cdiv(count, keys), 0)
+    _, z, value = lax.fori_loop(0, blocks, add, start)
     inside = (first + lax.iota(jnp.int32, rows) < out_ref.shape[1])[:, None] & inner
     where = out_ref.at[b, pl.ds(first, rows), head, pl.ds(0, width)]
     value = value / jnp.where(z > 0, z, 1)[:, None]
