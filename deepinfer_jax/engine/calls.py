@@ -10,7 +10,7 @@ import numpy as np
 
 from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.engine import programs
-from deepinfer_jax.engine.sizes import image_rows, prefill_rows
+from deepinfer_jax.engine.sizes import Sizes, image_rows, prefill_rows
 from deepinfer_jax.numerics import Numerics
 from deepinfer_jax.rows import Rows
 
@@ -44,8 +44,8 @@ class Call:
         return illustrated(rows, self.shown, cfg, numerics) if self.shown else rows
 
 
-def calls(every: Sequence[Row], shown: Sequence[Shown]) -> Iterator[Call]:
-    """The rows of a step in calls, in order.
+def calls(every: Sequence[Row], shown: Sequence[Shown], sizes: Sizes) -> Iterator[Call]:
+    """The rows of a step in calls of an engine of these sizes, in order.
 
     A call with an image has the rows that `sizes.image_rows` names for it, and whatever stands
     around the image as far as it fits; all others are those of a step without images.
@@ -58,7 +58,7 @@ def calls(every: Sequence[Row], shown: Sequence[Shown]) -> Iterator[Call]:
             end = next((s.first for s in left if s.first < end < s.end), end)
         else:
             until = left[0].first if left else len(every)
-            size = prefill_rows(until - done)
+            size = prefill_rows(until - done, sizes)
             end = min(done + size, until)
         inside = [s for s in left if s.end <= end]
         del left[: len(inside)]

@@ -306,7 +306,7 @@ class Engine:
             packed, ended = looked.packed[:, 0], self._end(looked.failures())
         beside, model = self._marked(step.decode), self._model
         self._filled |= {chunk.job for chunk in step.chunks}
-        for call in calls(every, shown):
+        for call in calls(every, shown, self._sizes):
             complete = [slot for _, slot, position in call.part if ends.get(slot) == position]
             slots, rows = int(np.count_nonzero(beside)), call.size + len(beside)
             asked = self._tally.ask("prompts", rows, slots, self.usage(), len(call.part))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterable, Sequence
 
@@ -17,7 +18,12 @@ from deepinfer_jax.rows import power_of_two
 
 DEFAULT_SLOTS = 8
 PREFILL_ROWS = (32, 256)  # rows of a call that runs prompts
-IMAGE_ROWS = (*PREFILL_ROWS, 1024)  # of one with images, which have 1,024 at most as released
+MORE_ROWS = (*PREFILL_ROWS, 1024)  # where there are so many prompts that one more program pays
+MANY_ROWS = 32 * MORE_ROWS[-1]
+# What a call costs beside its prompt rows, counted in rows: of itself, and for every slot, which
+# has a row of its own and is sampled for. Measured on a CPU.
+CALL_ROWS, SLOT_ROWS = 32, 2
+IMAGE_ROWS = MORE_ROWS  # of a call with images, which have 1,024 at most as released
 SHORTEST_CAPACITY = 512  # tokens a slot can hold; longer ones double it
 PAGE_TOKENS = 64
 STOP_IDS = 4  # end tokens a slot can have; more double it
@@ -36,7 +42,8 @@ class Sizes:
     edits      whether requests may change their logits (`Options.edits`)
     forced     tokens of a reply that they may force (`golden_token_ids`)
     truncates  whether they may leave improbable tokens out (`Options.truncates`)
-    span       most tokens of an image's span; as many as PREFILL_ROWS has there is always room for
+    span       most tokens of an image's span; as many as `prefill` has there is always room for
+    prefill    rows of the calls that run prompts, ascending
     picture_bytes  memory of the host for encoded pictures that may be shown again
 
     An engine that is given a request beyond stop_ids, edits, forced or truncates grows, and
@@ -53,12 +60,13 @@ class Sizes:
     forced: int = 0
     truncates: bool = True
     span: int = 0
+    prefill: tuple[int, ...] = PREFILL_ROWS
     picture_bytes: int = KEPT_BYTES
 
     @property
     def step_rows(self) -> int:
-        """Rows of a step with prompts: those of the longest call, and one of every slot."""
-        return max(PREFILL_ROWS[-1], image_rows(self.span)) + self.slots
+        """Prompt rows of a step: those of the longest call."""
+        return max(self.prefill[-1], image_rows(self.span))
 
     @property
     def paging(self) -> Paging:
@@ -89,8 +97,12 @@ def sizes_for(
     slots = slots_for(len(requests), batch_size)
     snapshots = slots if len(requests) > 1 else 0
     made = make_sizes(slots, capacity_for(requests, max_length), cfg, snapshots)
+    many = sum(len(request.tokens) for request in requests) >= MANY_ROWS
     made = dataclasses.replace(
-        made, span=max(span_lengths(requests, cfg.vision), default=0), truncates=not specialised()
+        made,
+        span=max(span_lengths(requests, cfg.vision), default=0),
+        prefill=MORE_ROWS if many else PREFILL_ROWS,
+        truncates=not specialised(),
     )
     return grown(made, requests)
 
@@ -131,13 +143,23 @@ def capacity_for(requests: Sequence[Request], max_length: int) -> int:
     return min(max(power_of_two(longest), SHORTEST_CAPACITY), max_length)
 
 
-def prefill_rows(waiting: int) -> int:
-    """Rows of the next prefill call when `waiting` are to run, so that half or more are real.
-
-    Only the smallest size may be emptier.
+def prefill_rows(waiting: int, sizes: Sizes) -> int:
+    """Rows of the next prefill call when `waiting` are to run: the first of the calls that together
+    cost least.
     """
-    small = PREFILL_ROWS[0]
-    return max((size for size in PREFILL_ROWS if size <= 2 * waiting), default=small)
+    return _cheapest(waiting, CALL_ROWS + SLOT_ROWS * sizes.slots, sizes.prefill)[1]
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def _cheapest(waiting: int, beside: int, among: tuple[int, ...]) -> tuple[int, int]:
+    """Calls of these sizes for `waiting` rows, each of which costs its rows and `beside`: (cost of
+    all, rows of the first). Of two that cost the same, the larger comes first.
+    """
+    if waiting <= 0:
+        return 0, 0
+    costs = ((size + beside + _cheapest(waiting - size, beside, among)[0], -size) for size in among)
+    cost, size = min(costs)
+    return cost, -size
 
 
 def span_lengths(requests: Iterable[Request], vision: VisionConfig | None) -> list[int]:

@@ -24,9 +24,9 @@ from deepinfer_jax.engine import programs
 from deepinfer_jax.engine.calls import illustrated
 from deepinfer_jax.engine.sizes import (
     MOST_STEPS,
-    PREFILL_ROWS,
     Sizes,
     image_rows,
+    prefill_rows,
     span_lengths,
 )
 from deepinfer_jax.engine.watch import Signature, compilations, name_of, signature
@@ -75,8 +75,8 @@ def needs(requests: Sequence[Request], sizes: Sizes, vision: VisionConfig | None
     scarce = sizes.pages < sizes.slots * sizes.table  # then replies may be prompts once more
     lengths = [len(r.tokens) + (r.options.max_tokens if scarce else 0) for r in requests]
     together = sum(sorted(lengths)[-sizes.slots :])
-    most = min(together, PREFILL_ROWS[-1] + sizes.slots)
-    rows = tuple(size for size in PREFILL_ROWS if size == PREFILL_ROWS[0] or size <= 2 * most)
+    most = min(together, sizes.step_rows)
+    rows = tuple(sorted({prefill_rows(count, sizes) for count in range(1, most + 1)}))
     page = sizes.page_tokens
     heads = collections.Counter(r.tokens[:page] for r in requests if len(r.tokens) > page)
     longer = [r for r in requests if r.options.max_tokens > 1]

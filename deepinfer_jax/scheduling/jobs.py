@@ -18,7 +18,8 @@ class Limits:
       slots: sequences that run at once.
       pages, page_tokens: pages of global KV, and tokens of each. `page_tokens` must be a multiple
         of every pooling ratio of the model, so that no pooled entry lies across a boundary.
-      rows: most rows of a step with prompt chunks, decode rows included.
+      rows: most prompt rows of a step; those of slots that decode come beside them. No span of a
+        prompt can be longer.
       longest: most tokens of a sequence, prompt and reply.
       snapshots: copies of a slot's state that the prefix cache may hold; 0 turns it off. With fewer
         than slots, beginnings can be forgotten before those that wait for them get a slot.
@@ -46,16 +47,6 @@ class Limits:
             raise ValueError(f"keep must be one of {', '.join(get_args(Keep))}, got {self.keep!r}")
         if not isinstance(self.mixed, bool):
             raise TypeError(f"mixed must be true or false, got {self.mixed!r}")
-        if self.mixed and self.rows <= self.slots:
-            raise ValueError(
-                f"rows must exceed slots where steps are mixed, so that a prompt gets on beside "
-                f"running slots; got rows={self.rows}, slots={self.slots}"
-            )
-
-    @property
-    def longest_span(self) -> int:
-        """Most tokens of a span: what a step has room for while every other slot decodes."""
-        return self.rows - (self.slots if self.mixed else 0)
 
     def pages_for(self, tokens: int) -> int:
         """Pages that hold `tokens` tokens."""
@@ -79,12 +70,11 @@ class Limits:
                 f"{self.pages}; shorten the prompt, lower max_tokens or raise Limits.pages"
             )
         for span in job.spans:
-            if span.length > self.longest_span:
-                beside = f" less {self.slots} for slots that decode" if self.mixed else ""
+            if span.length > self.rows:
                 raise ValueError(
                     f"job {job.id!r} has an image of {span.length} tokens at {span.start}, which "
-                    f"are computed at once; a step has {self.rows} rows{beside} = "
-                    f"{self.longest_span}: show a smaller image or raise Limits.rows"
+                    f"are computed at once; a step has {self.rows} prompt rows: show a smaller "
+                    "image or raise Limits.rows"
                 )
 
 

@@ -223,7 +223,7 @@ class Scheduler:
 
     def _fill(self, made: _Made) -> None:
         """Prompt rows for the slots that have some left, in order, while there is room."""
-        rows = self.limits.rows - len(made.decode)
+        rows = self.limits.rows
         prefixes = self._seats.prefixes
         for seat in self._seats:
             if not seat.filling or not rows:

@@ -9,11 +9,12 @@ from hypothesis import strategies as st
 
 from deepinfer_jax.engine import sizes
 from deepinfer_jax.engine.calls import Shown, calls
-from deepinfer_jax.engine.sizes import PREFILL_ROWS, image_rows
+from deepinfer_jax.engine.sizes import Sizes, image_rows
 from deepinfer_jax.numerics import Numerics
 from tests import small
 
 NATIVE = Numerics.native()
+SIZES = Sizes(slots=3, capacity=4096, pages=192)
 
 
 @st.composite
@@ -35,7 +36,7 @@ def steps(draw: st.DrawFn) -> tuple[list, list[Shown]]:
 @given(steps())
 def test_every_row_runs_once_and_no_image_is_split(step):
     every, shown = step
-    made = list(calls(every, shown))
+    made = list(calls(every, shown, SIZES))
     assert [row for call in made for row in call.part] == every
     found, before = [], 0
     for call in made:
@@ -51,8 +52,8 @@ def test_the_sizes_of_calls_follow_from_the_images_alone(step):
     """So that they can be compiled ahead."""
     every, shown = step
     foreseen = {image_rows(len(each.embeddings)) for each in shown}
-    for call in calls(every, shown):
-        assert call.size in (foreseen if call.shown else PREFILL_ROWS)
+    for call in calls(every, shown, SIZES):
+        assert call.size in (foreseen if call.shown else SIZES.prefill)
 
 
 @given(st.integers(0, 700))
@@ -60,9 +61,9 @@ def test_without_images_calls_are_what_they_were(count):
     every = [(7, 1, position) for position in range(count)]
     left, want = count, []
     while left > 0:
-        want.append(sizes.prefill_rows(left))
+        want.append(sizes.prefill_rows(left, SIZES))
         left -= want[-1]
-    assert [call.size for call in calls(every, [])] == want
+    assert [call.size for call in calls(every, [], SIZES)] == want
 
 
 @pytest.mark.parametrize(
@@ -76,7 +77,7 @@ def test_rows_of_a_call_with_an_image():
     d = small.CONFIG.hidden_size
     values = np.arange(3 * d, dtype=np.float32).reshape(3, d) / 64
     every = [(5, 0, 0), *[(129, 0, place) for place in (1, 2, 3)], (6, 2, 0)]
-    (call,) = calls(every, [Shown(1, values)])
+    (call,) = calls(every, [Shown(1, values)], SIZES)
     rows = call.rows(small.CONFIG, NATIVE)
     assert rows.embeddings is not None
     assert (rows.embeddings.shape, str(rows.embeddings.dtype)) == ((32, d), "bfloat16")
@@ -85,5 +86,5 @@ def test_rows_of_a_call_with_an_image():
         np.asarray(rows.embeddings[1:4], np.float32), values.astype(rows.embeddings.dtype)
     )
     assert not np.asarray(rows.embeddings[4:]).any()
-    (text,) = calls(every, [])
+    (text,) = calls(every, [], SIZES)
     assert text.rows(small.CONFIG, NATIVE).embeddings is None

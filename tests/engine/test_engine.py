@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import deepinfer_jax as di
 from deepinfer_jax import engine, planning
-from deepinfer_jax.engine import Engine, Sizes, StepRecord, memory, programs, warming, watch
+from deepinfer_jax.engine import Engine, Sizes, StepRecord, memory, programs, watch
 from deepinfer_jax.prompts import make_requests
 from deepinfer_jax.requests import Options
 from deepinfer_jax.scheduling import FirstCome, Priority, ShortestFirst
@@ -21,7 +21,7 @@ from tests import tiny_model
 
 # Room for one long request, or two or three short ones; programs that tests/engine share.
 SIZES = Sizes(
-    slots=3, capacity=96, pages=6, page_tokens=16, snapshots=2, edits=True, forced=4
+    slots=3, capacity=96, pages=6, page_tokens=16, snapshots=2, edits=True, forced=4, prefill=(32,)
 )  # fmt: skip
 COUNT = 11
 HEAD = np.random.default_rng(3).integers(3, 2048, 37).tolist()  # what some prompts begin with
@@ -285,9 +285,6 @@ def test_after_warming_up_a_run_calls_what_was_foreseen(monkeypatch):
     """Preemption, beginnings in common and mixed steps: every call is one of those compiled ahead.
     And every number that is told of the run is that of its results.
     """
-    # Calls with prompts of one size, as the other tests have them.
-    monkeypatch.setattr(warming, "PREFILL_ROWS", (32,))
-    monkeypatch.setattr(engine.calls, "prefill_rows", lambda waiting: 32)
     records: list[StepRecord] = []
     running, told = Engine(tiny_model.model(), SIZES, observer=records.append), []
     for request in requests():

@@ -25,14 +25,13 @@ from tests import sighted, tiny_model
 from tests.engine.test_engine import watched
 from tests.sighted import TOKEN
 
-# Room for one long request, or two or three short ones. Calls have 32 rows, and a step 35.
-SIZES = Sizes(slots=3, capacity=80, pages=5, page_tokens=16, snapshots=2, span=14)
+# Room for one long request, or two or three short ones. Calls have 32 rows.
+SIZES = Sizes(slots=3, capacity=80, pages=5, page_tokens=16, snapshots=2, span=14, prefill=(32,))
 HEAD = np.random.default_rng(4).integers(11, 2048, 9).tolist()
 
 
 @pytest.fixture(autouse=True)
 def short_calls(monkeypatch):
-    monkeypatch.setattr(sizes, "PREFILL_ROWS", (32,))
     monkeypatch.setattr(sizes, "IMAGE_ROWS", (32,))
 
 
@@ -60,11 +59,11 @@ def test_an_image_that_no_call_can_hold_is_refused_with_the_arithmetic():
     rows = np.zeros((30, model.cfg.hidden_size), np.float32)  # 5 x 6 cells take 37 places
     prompt = {"tokens": [3, TOKEN], "images": [Features(rows, 5, 6, "")], "max_tokens": 2}
     (request,) = asking(model, [prompt])
-    says = "image of 37 tokens at 1, .* a step has 35 rows less 3 for .* = 32: show a smaller image"
+    says = "image of 37 tokens at 1, .* a step has 32 prompt rows: show a smaller image"
     with pytest.raises(ValueError, match=says):
         Engine(model, dataclasses.replace(SIZES, span=0)).submit(request)
     made = sizes.sizes_for([request], model.cfg, model.max_length)
-    assert (made.span, made.step_rows) == (37, 64 + 1)
+    assert (made.span, made.step_rows) == (37, 256)
 
 
 def test_what_the_model_cannot_show_is_refused():

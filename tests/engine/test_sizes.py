@@ -39,13 +39,42 @@ def test_every_request_fits_the_capacity(asked):
     assert sizes.capacity_for(requests, longest) == longest
 
 
-@given(waiting=st.integers(1, 5000))
-def test_prefill_calls_are_at_least_half_full(waiting):
-    while waiting > 0:
-        size = sizes.prefill_rows(waiting)
-        assert size in sizes.PREFILL_ROWS
-        assert 2 * waiting >= size or size == min(sizes.PREFILL_ROWS)
-        waiting -= size
+@given(waiting=st.integers(1, 3000), slots=st.integers(1, 80))
+def test_no_other_calls_for_these_prompt_rows_cost_less(waiting, slots):
+    room = sizes.Sizes(slots, 512, slots, prefill=sizes.MORE_ROWS)
+    beside = sizes.CALL_ROWS + sizes.SLOT_ROWS * slots
+    left, spent = waiting, 0
+    while left > 0:
+        spent += sizes.prefill_rows(left, room) + beside
+        left -= sizes.prefill_rows(left, room)
+    small, middle, large = room.prefill
+    least = min(
+        a * large + b * middle + c * small + (a + b + c) * beside
+        for a in range(-(-waiting // large) + 1)
+        for b in range(-(-waiting // middle) + 1)
+        for c in [max(0, -(-(waiting - a * large - b * middle) // small))]
+    )
+    assert spent == least
+
+
+@pytest.mark.parametrize(
+    ("waiting", "slots", "rows"),
+    [(1, 1, 32), (128, 1, 32), (129, 1, 256), (64, 64, 32), (65, 64, 256), (900, 8, 1024)],
+)
+def test_rows_of_a_prefill_call(waiting, slots, rows):
+    room = sizes.Sizes(slots, 512, slots, prefill=sizes.MORE_ROWS)
+    assert sizes.prefill_rows(waiting, room) == rows
+
+
+def test_larger_calls_where_there_are_many_prompts():
+    """For a few it would not pay to compile them."""
+
+    def calls(count):
+        requests = [request(1000, 9)] * count
+        return sizes.sizes_for(requests, PLAIN, 4096).prefill
+
+    assert calls(32) == sizes.PREFILL_ROWS
+    assert calls(33) == sizes.MORE_ROWS
 
 
 @pytest.mark.parametrize("batch_size", [0, -3])

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 import deepinfer_jax as di
-from deepinfer_jax import engine, planning
-from deepinfer_jax.engine import Engine, Sizes, structured, warming
+from deepinfer_jax import planning
+from deepinfer_jax.engine import Engine, Sizes, structured
 from deepinfer_jax.grammar import Compiler, GrammarError, GrammarSettings, compiler
 from deepinfer_jax.prompts import make_requests
 from deepinfer_jax.requests import Options
@@ -22,7 +22,7 @@ from tests import tiny_model
 from tests.engine import test_engine
 
 SIZES = Sizes(  # as in test_engine
-    slots=3, capacity=96, pages=6, page_tokens=16, snapshots=2, edits=True, forced=4
+    slots=3, capacity=96, pages=6, page_tokens=16, snapshots=2, edits=True, forced=4, prefill=(32,)
 )  # fmt: skip
 WORDS = r"(yes|no|maybe)( (yes|no)){2,5}\."
 SCHEMA = {
@@ -186,8 +186,6 @@ def test_a_grammar_that_takes_too_long_fails_alone(monkeypatch):
 @pytest.mark.slow
 def test_programs_under_grammars_are_foreseen(monkeypatch):
     """Every call of a run with drafts is one of those that are compiled ahead of it."""
-    monkeypatch.setattr(warming, "PREFILL_ROWS", (32,))
-    monkeypatch.setattr(engine.calls, "prefill_rows", lambda waiting: 32)
     plain()
     running = Engine(tiny_model.model(), SIZES, policy=planning.Fixed(2))
     for request in requests():

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from deepinfer_jax import planning
 from deepinfer_jax.engine import Engine, RecompileWarning, Sizes, warming
-from deepinfer_jax.engine.sizes import PREFILL_ROWS, prefill_rows
+from deepinfer_jax.engine.sizes import prefill_rows
 from deepinfer_jax.engine.warming import Planned, compiled, needs
 from deepinfer_jax.engine.watch import Watch, compilations, signature
 from deepinfer_jax.requests import Options, Request
@@ -38,13 +38,13 @@ def asking(length: int, new: int = 5, head: int = 0, **options) -> Request:
 )
 def test_every_size_of_a_call_with_prompts_is_foreseen(lengths, slots, pages):
     """Rows of any step: of as many prompts as there are slots, and of replies where pages lack."""
-    sizes = Sizes(slots=slots, capacity=240, pages=pages * slots, page_tokens=30)
+    sizes = Sizes(
+        slots=slots, capacity=240, pages=pages * slots, page_tokens=30, prefill=(8, 64, 256)
+    )
     found = needs([asking(n, 7) for n in lengths], sizes).prompt_rows
     again = 7 if pages < sizes.table else 0
-    most = sum(sorted(n + again for n in lengths)[-slots:])
-    for waiting in range(1, min(most, PREFILL_ROWS[-1] + slots) + 1):
-        assert prefill_rows(waiting) in found
-    assert len(found) == len({prefill_rows(n) for n in range(1, most + 1)})
+    most = min(sum(sorted(n + again for n in lengths)[-slots:]), sizes.step_rows)
+    assert {*found} == {prefill_rows(waiting, sizes) for waiting in range(1, most + 1)}
 
 
 def test_what_no_request_needs_is_not_compiled():

@@ -113,7 +113,7 @@ class Device:
             slot.table.extend(grant.pages)
         assert len({chunk.slot for chunk in step.chunks}) == len(step.chunks)
         rows = sum(chunk.count for chunk in step.chunks)
-        assert not step.chunks or rows + len(step.decode) <= self.limits.rows
+        assert rows <= self.limits.rows
         news = [self._chunk(chunk) for chunk in step.chunks]
         news += [self._decode(self.slots[number], step.ahead, emitted) for number in step.decode]
         for saved in step.saved:
