@@ -13,15 +13,17 @@ run without it stands beside.
 from __future__ import annotations
 
 import argparse
+import collections
 import dataclasses
-import tempfile
+import math
+import statistics
 import time
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 from environment import machine, write_result
+from recording import Kernel, recorded
 from speculation_slice import sliced
 
 import deepinfer_jax as di
@@ -59,22 +61,6 @@ def run(model: di.Model, requests: list[Request], slots: int, policy: planning.P
     return time.perf_counter() - start
 
 
-def kernels(folder: Path) -> np.ndarray:
-    """Begin and end [N, 2] of what ran on the accelerator's streams, nanoseconds, in order."""
-    (file,) = folder.rglob("*.xplane.pb")
-    found = [
-        (event.start_ns, event.start_ns + event.duration_ns)
-        for plane in jax.profiler.ProfileData.from_file(str(file)).planes
-        if plane.name.startswith("/device:")
-        for line in plane.lines
-        if line.name.startswith("Stream")
-        for event in line.events
-    ]
-    if not found:
-        raise SystemExit("the profiler saw no stream of an accelerator; this script needs a GPU")
-    return np.array(sorted(found))
-
-
 def gaps(spans: np.ndarray) -> np.ndarray:
     """Microseconds in which nothing ran, one entry per gap, of spans [N, 2] sorted by begin."""
     ends = np.maximum.accumulate(spans[:, 1])
@@ -95,6 +81,20 @@ def answer(spans: np.ndarray) -> dict[str, Any]:
     }
 
 
+def between(ran: list[Kernel]) -> list[dict[str, Any]]:
+    """The waits by the programs that they stand between, the longest sums first."""
+    waits = collections.defaultdict(list)
+    found = gaps(np.array([(kernel.begin, kernel.end) for kernel in ran]))
+    for place in np.flatnonzero(found > GAP_US).tolist():
+        waits[ran[place].program, ran[place + 1].program].append(float(found[place]))
+    longest = sorted(waits.items(), key=lambda item: -math.fsum(item[1]))[:12]
+    return [
+        {"after": after, "before": before, "count": len(each), "ms": math.fsum(each) / 1e3,
+         "median_us": statistics.median(each)}
+        for (after, before), each in longest
+    ]  # fmt: skip
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--machine", default="local", help="short name for the result file")
@@ -113,10 +113,9 @@ def main() -> None:
     for name, policy in policies.items():
         run(model, requests, given.slots, policy)  # discarded
         plain = run(model, requests, given.slots, policy)
-        with tempfile.TemporaryDirectory() as folder:
-            with jax.profiler.trace(folder):
-                traced = run(model, requests, given.slots, policy)
-            found[name] = {"s": plain, "traced_s": traced, **answer(kernels(Path(folder)))}
+        traced, ran = recorded(lambda policy=policy: run(model, requests, given.slots, policy))
+        spans = np.array([(kernel.begin, kernel.end) for kernel in ran])
+        found[name] = {"s": plain, "traced_s": traced, **answer(spans), "between": between(ran)}
         print(name, found[name], flush=True)
     settings = {
         "name": model.name, "numerics": model.numerics.fingerprint(),

@@ -26,7 +26,8 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-from environment import write_result
+from environment import machine, write_result
+from recording import recorded
 
 from deepinfer_jax import params, resources
 from deepinfer_jax.config import ModelConfig, VisionConfig
@@ -92,11 +93,9 @@ def timed(run: Any, loops: int, repeats: int) -> list[float]:
 
 def kernels(run: Any) -> dict[str, float]:
     """Device milliseconds of one call by the name of the kernel, the largest first."""
-    from jax.experimental.mosaic.gpu import profiler
-
     total: collections.Counter[str] = collections.Counter()
-    for name, ms in profiler.measure(run, aggregate=False)()[1] or ():
-        total[name] += ms
+    for kernel in recorded(run)[1]:
+        total[kernel.name] += (kernel.end - kernel.begin) / 1e6
     return dict(total.most_common(20))
 
 
@@ -161,10 +160,15 @@ def main() -> None:
     parser.add_argument("--kernels", action="store_true", help="list kernels by time")
     parser.add_argument("--small", action="store_true", help="a tiny tower, to try the script")
     parser.add_argument("--out", type=Path, help="folder of the result, default bench/results")
-    arguments = parser.parse_args()
+    arguments, start = parser.parse_args(), machine()
     cfg = config(arguments.small)
     tower = random_tower(cfg)
     forms = [rows_for(jax.default_backend()), *(["batched"] if arguments.plain else [])]
+    settings = {
+        "name": "small" if arguments.small else "deepseek-v4.1-flash, random weights",
+        "numerics": Numerics.native(False, forms[0]).fingerprint(),
+        "peak_tflops": arguments.peak,
+    }
     results = []
     for text in arguments.pictures:
         height, width = (int(side) for side in text.split("x"))
@@ -175,14 +179,10 @@ def main() -> None:
                 found = measure((height, width), batch, tower, cfg, rows, arguments)
                 results.append(found)
                 show(found)
-    settings = {
-        "name": "small" if arguments.small else "deepseek-v4.1-flash, random weights",
-        "numerics": Numerics.native(False, forms[0]).fingerprint(),
-        "peak_tflops": arguments.peak,
-    }
-    write_result(
-        "vision", arguments.machine, __doc__, settings, {"results": results}, arguments.out
-    )
+                write_result(  # what there is, should the rest not come to its end
+                    "vision", arguments.machine, __doc__, settings, {"results": results},
+                    arguments.out, start,
+                )  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -30,6 +30,7 @@ from deepinfer_jax.engine.sizes import (
     PREFILL_ROWS,
     SHORTEST_CAPACITY,
     STOP_IDS,
+    specialised,
 )
 from deepinfer_jax.engine.warming import cores
 from deepinfer_jax.loading import Model
@@ -180,7 +181,8 @@ def _filled(model: Model, cache: Cache, fill: Callable[..., Any]) -> Cache:
 
 
 def _options(slots: int) -> sampling.Sampling:
-    return jax.device_put(sampling.make_sampling(slots, 1.0, seeds=range(slots)))
+    made = sampling.make_sampling(slots, 1.0, seeds=range(slots))
+    return jax.device_put(sampling.untruncated(made) if specialised() else made)
 
 
 def _arguments(model: Model, cache: Cache, size: int) -> tuple[tuple[Any, ...], dict[str, Any]]:

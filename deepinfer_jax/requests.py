@@ -119,6 +119,11 @@ class Options:
         limits = (self.logit_bias, self.banned_token_ids, self.min_tokens, self.golden_token_ids)
         return any(penalties) or any(limits) or self.allowed_token_ids is not None
 
+    @property
+    def truncates(self) -> bool:
+        """Whether improbable tokens are left out."""
+        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
+
     def ends(self, eos: int) -> tuple[int, ...]:
         """Token ids that end the reply; `eos` is the model's end token."""
         return tuple(self.stop_token_ids) if self.ignore_eos else (eos, *self.stop_token_ids)

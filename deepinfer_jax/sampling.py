@@ -43,12 +43,14 @@ class Sampling:
       top_k: [T] int32, -1 (all) or >= 1.
       min_p: [T] float32 in [0, 1]; 0 keeps everything.
       seed: [T, 2] uint32, the request's 64-bit seed as (low word, high word).
+
+    All three limits are None (`untruncated`) where no row has one: equal bits, another program.
     """
 
     temperature: Array
-    top_p: Array
-    top_k: Array
-    min_p: Array
+    top_p: Array | None
+    top_k: Array | None
+    min_p: Array | None
     seed: Array
 
 
@@ -102,6 +104,11 @@ def make_sampling(
     floor = _per_row("min_p", min_p, n, np.float32)
     _check("min_p", floor, (floor >= 0) & (floor <= 1), "in [0, 1] (0 keeps all)")
     return Sampling(heat, nucleus, count.astype(np.int32), floor, seed_words(seeds, n))
+
+
+def untruncated(sampling: Sampling) -> Sampling:
+    """`sampling` of rows of which none truncates; what limits they have is not looked at."""
+    return dataclasses.replace(sampling, top_p=None, top_k=None, min_p=None)
 
 
 def seed_words(seeds: Sequence[int], n: int) -> np.ndarray:
@@ -321,8 +328,11 @@ class _Odds:
 def _odds(logits: Array, sampling: Sampling, mask: Array | None) -> _Odds:
     scaled, survivors = _survivors(logits, sampling, mask)
     norm = numerics.logsumexp(survivors)
+    limits = _limits(sampling)
+    if limits is None and mask is None:
+        return _Odds(scaled, survivors, norm, norm)
     whole = lax.cond(
-        jnp.any(_truncates(sampling)) if mask is None else True,
+        jnp.any(_truncates(limits, sampling)) if limits is not None and mask is None else True,
         lambda scaled, norm: numerics.logsumexp(scaled),
         lambda scaled, norm: norm,
         scaled,
@@ -345,9 +355,18 @@ def _greedy(sampling: Sampling) -> Array:
     return sampling.temperature < np.float32(GREEDY_BELOW)
 
 
-def _truncates(sampling: Sampling) -> Array:
-    limited = (sampling.top_p < 1) | (sampling.top_k > 0) | (sampling.min_p > 0)
-    return limited & ~_greedy(sampling)
+_Limits = tuple[Array, Array, Array]  # top_p, top_k, min_p
+
+
+def _limits(sampling: Sampling) -> _Limits | None:
+    if sampling.top_p is None or sampling.top_k is None or sampling.min_p is None:
+        return None
+    return sampling.top_p, sampling.top_k, sampling.min_p
+
+
+def _truncates(limits: _Limits, sampling: Sampling) -> Array:
+    top_p, top_k, min_p = limits
+    return ((top_p < 1) | (top_k > 0) | (min_p > 0)) & ~_greedy(sampling)
 
 
 def _survivors(
@@ -362,9 +381,11 @@ def _survivors(
     greedy = _greedy(sampling)
     inverse = 1 / jnp.where(greedy, 1.0, sampling.temperature)
     scaled = numerics.pin(logits * inverse[..., None])
-    allowed = scaled if mask is None else jnp.where(mask, scaled, -jnp.inf)
-    truncates = jnp.any(_truncates(sampling))
-    kept = lax.cond(truncates, _truncated, lambda x, _: x, allowed, sampling)
+    kept = scaled if mask is None else jnp.where(mask, scaled, -jnp.inf)
+    limits = _limits(sampling)
+    if limits is not None:
+        truncates = jnp.any(_truncates(limits, sampling))
+        kept = lax.cond(truncates, _truncated, lambda x, _: x, kept, limits)
     kept = lax.cond(jnp.any(greedy), _greedy_points, lambda x, _: x, kept, greedy)
     return scaled, kept
 
@@ -375,20 +396,21 @@ def _greedy_points(scaled: jax.Array, greedy: jax.Array) -> jax.Array:
     return jnp.where(greedy[..., None] & (_ids(scaled) != best), -jnp.inf, scaled)
 
 
-def _truncated(scaled: jax.Array, sampling: Sampling) -> jax.Array:
+def _truncated(scaled: jax.Array, limits: _Limits) -> jax.Array:
     """`scaled` [T, V] with -inf outside the intersection of min_p, top_p and top_k.
 
     Each limit keeps a prefix of the order (value descending, id ascending). Its end is found
     without sorting, by bisection over the bits of the order; a step only counts tokens and adds
     integer units of mass, so the outcome does not depend on any order of summation.
     """
+    top_p, top_k, min_p = limits
     weight = jnp.exp(scaled - numerics.finite_max(scaled, -1))
     share = weight * (1 / numerics.unit_sum(weight))[..., None]
     units = jnp.floor(share * _UNIT).astype(jnp.uint32)
-    mass_limit = jnp.floor(sampling.top_p * _UNIT).astype(jnp.uint32)
+    mass_limit = jnp.floor(top_p * _UNIT).astype(jnp.uint32)
     no_limit = jnp.uint32(0xFFFFFFFF)
-    mass_limit = jnp.where(sampling.top_p < 1, mass_limit, no_limit)
-    count_limit = jnp.where(sampling.top_k > 0, sampling.top_k.astype(jnp.uint32), no_limit)
+    mass_limit = jnp.where(top_p < 1, mass_limit, no_limit)
+    count_limit = jnp.where(top_k > 0, top_k.astype(jnp.uint32), no_limit)
 
     def spent(taken: jax.Array) -> jax.Array:
         """Whether no token may follow once the set `taken` [T, V] is kept."""
@@ -408,7 +430,7 @@ def _truncated(scaled: jax.Array, sampling: Sampling) -> jax.Array:
         lambda: jnp.full(rows, no_limit),  # a lone token at the edge is kept
     )
     kept = above | (tied & (ids <= last[..., None]))
-    return jnp.where(kept & (weight >= sampling.min_p[..., None]), scaled, -jnp.inf)
+    return jnp.where(kept & (weight >= min_p[..., None]), scaled, -jnp.inf)
 
 
 def _last_true(

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import deepinfer_jax
-from deepinfer_jax import checkpoint, determinism, params, quant, rows, tables
+from deepinfer_jax import checkpoint, determinism, params, planning, quant, rows, tables
 from deepinfer_jax import numerics as nx
 from deepinfer_jax.cache import init_cache
 from deepinfer_jax.config import ModelConfig, VisionConfig
@@ -26,7 +26,7 @@ from deepinfer_jax.images import encode_images, encoding
 from deepinfer_jax.model import forward, head
 from deepinfer_jax.numerics import Numerics
 from deepinfer_jax.numerics.pallas import products
-from tests import every_role
+from tests import every_role, sighted
 from tests import test_numerics as primitives
 from tests.golden import adapter_images
 from tests.golden.reader import folders
@@ -194,6 +194,27 @@ def test_recorded_images(golden_root, tmp_path):
     made = adapter_images.encoded(folder, weights, cfg, on_gpu(Numerics.fp32()))
     for name, got in made.items():
         np.testing.assert_allclose(got, folder.golden("fp32")[name], rtol=0, atol=2e-5)
+
+
+def test_pictures_in_the_engine_are_those_of_a_request_alone():
+    """In any company, shown as pictures or as features, with drafts and without."""
+    model = sighted.model()
+    model = dataclasses.replace(model, numerics=on_gpu(model.numerics))
+    shown = [sighted.picture(*grid, seed) for seed, grid in enumerate([(6, 9), (8, 8), (2, 3)])]
+    made = encode_images(model.params, shown[:1], model.cfg, model.numerics)
+    given = [
+        ([31, 42, sighted.TOKEN, 53], shown[:1]),
+        ([31, 42, sighted.TOKEN, 53], list(made)),
+        ([sighted.TOKEN, 64, 75, sighted.TOKEN], shown[1:]),
+        ([31, 42, 53, 64, 75], []),
+    ]
+    prompts = [{"tokens": tokens, "images": images, "seed": 5} for tokens, images in given]
+    ask = functools.partial(deepinfer_jax.generate, model, max_tokens=9)
+    alone = [(reply.tokens, reply.logprobs) for each in prompts for reply in ask([each])]
+    for policy in (planning.OFF, planning.Fixed(2)):
+        together = ask(prompts, speculative=policy)
+        assert [(reply.tokens, reply.logprobs) for reply in together] == alone
+    assert alone[0] == alone[1] != alone[2]
 
 
 # -- recorded numbers, and the shipped model -------------------------------------------------------

@@ -1,5 +1,7 @@
 """Sampling: recorded vectors, bits that depend on the row only, survivors, log-probs, errors."""
 
+import dataclasses
+
 import hypothesis
 import hypothesis.strategies as st
 import jax
@@ -144,6 +146,15 @@ def test_a_row_alone_has_the_same_bits(which, request):
     args, expected = request.getfixturevalue(which)
     for row in range(len(args[0])):
         assert_same_bits(SAMPLE(*rows(args, [row])), rows(expected, [row]))
+
+
+def test_rows_that_never_truncate_have_the_same_bits(batch):
+    """By a program that does not ask whether one does."""
+    (logits, params, index), _ = batch
+    ones = np.ones_like(params.top_p)
+    plain = dataclasses.replace(params, top_p=ones, top_k=-ones.astype(np.int32), min_p=0 * ones)
+    expected = SAMPLE(logits, plain, index)
+    assert_same_bits(SAMPLE(logits, sampling.untruncated(params), index), expected)
 
 
 def test_the_order_of_rows_does_not_matter(batch):

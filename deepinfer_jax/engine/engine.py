@@ -8,22 +8,21 @@ the last one's tokens are read: it never waits for Python.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
+from concurrent.futures import Future
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from deepinfer_jax import cache as caches
-from deepinfer_jax import snapshots
-from deepinfer_jax.engine import pictures, programs
+from deepinfer_jax.engine import pictures
 from deepinfer_jax.engine.calls import Shown, calls
+from deepinfer_jax.engine.device import Device
 from deepinfer_jax.engine.flights import Flight, Seat, Update
-from deepinfer_jax.engine.seats import Work, padded, sampling_of, seated_edits
+from deepinfer_jax.engine.seats import Work, edits_of, padded, sampling_of
 from deepinfer_jax.engine.sizes import MOST_STEPS, Sizes, enough_free, grown
 from deepinfer_jax.engine.statistics import Asked, Observer, Statistics, Tally, learnt
 from deepinfer_jax.engine.structured import Looked, Structured
@@ -35,7 +34,6 @@ from deepinfer_jax.loading import Model
 from deepinfer_jax.planning import OFF, Policy
 from deepinfer_jax.planning.policies import Move, check_policy
 from deepinfer_jax.requests import Request
-from deepinfer_jax.rounds import Round, Running
 from deepinfer_jax.scheduling import Job, Limits, Order, Scheduler, Step, Usage
 from deepinfer_jax.transcript import Transcript
 
@@ -68,7 +66,7 @@ class Engine:
         self._structured = Structured(model)
         self._works: dict[Hashable, Work] = {}  # by the number of the submission
         self._draining = False
-        self._watch = Watch()
+        self._watch = Watch(launching=jax.default_backend() != "cpu")
         self._tally = Tally(self._watch, observer)
         self._gallery = Gallery(
             model.params, model.cfg, model.numerics, kept_bytes=sizes.picture_bytes,
@@ -84,15 +82,8 @@ class Engine:
         self._seats: list[Seat | None] = [None] * sizes.slots
         self._stale: set[int] = set()  # slots that the device must not go on with
         self._table = np.full((sizes.slots, sizes.table), -1, np.int32)
-        self._cache = caches.init_cache(
-            model.cfg, model.numerics, sizes.slots, sizes.capacity, paging=sizes.paging
-        )
-        self._kept = (
-            snapshots.init_snapshots(self._cache, sizes.snapshots) if sizes.snapshots else None
-        )
-        self._running = programs.idle(sizes.slots, sizes.stop_ids)
-        self._running = programs.widened(self._running, sizes, model.cfg.vocab_size)
-        self._sampling = jax.device_put(sampling_of([None] * sizes.slots))
+        sampling = sampling_of(self._working(), sizes.truncates)
+        self._device = Device(model, sizes, sampling, self._watch)
 
     def submit(self, request: Request, priority: int = 0) -> int:
         """Let a request wait for its turn; returns its number, counted from 0.
@@ -113,7 +104,8 @@ class Engine:
         needed = grown(self._sizes, [request])
         if needed != self._sizes:
             self._sizes = needed
-            self._running = programs.widened(self._running, needed, self._model.cfg.vocab_size)
+            self._device.widen(needed)
+            self._device.sample(sampling_of(self._working(), needed.truncates))
         self._works[number] = work
         self._tally.counts.requests += 1
         return number
@@ -143,8 +135,7 @@ class Engine:
         model, sizes, works = self._model, self._sizes, self._works.values()
         wanted = needs([work.request for work in works], sizes, model.cfg.vision)
         moves = self._policy.moves(self._memory)
-        state = (self._running, self._cache, self._sampling, self._kept)
-        every = planned(model, sizes, wanted, moves, *state)
+        every = planned(model, sizes, wanted, moves, *self._device.state())
         self._watch.warmed(*compiled(every, progress))
 
     def drain(self) -> None:
@@ -224,6 +215,7 @@ class Engine:
         if not blamed:
             raise error
         self._scheduler.restart()
+        self._device.close()
         self._clear()
         ended = []
         for work in sorted((self._works.pop(job) for job in blamed), key=lambda w: w.number):
@@ -257,11 +249,10 @@ class Engine:
             if bound:
                 ended = self._bound_look(bound, move)
         if step.saved:
-            self._kept = self._watch.ask(
-                programs.take_program, self._kept, self._cache,
+            self._device.take(
                 self._padded([s.slot for s in step.saved], 0),
                 self._padded([s.snapshot for s in step.saved], self._sizes.snapshots),
-            )  # fmt: skip
+            )
         return ended
 
     def _enter(self, step: Step) -> None:
@@ -277,29 +268,27 @@ class Engine:
         for grant in step.grants:
             self._table[grant.slot, grant.first : grant.first + len(grant.pages)] = grant.pages
         if step.grants or self._stale:
-            pages = jnp.asarray(self._table.copy())  # the table goes on changing
-            self._cache = dataclasses.replace(self._cache, pages=pages)
+            self._device.hand_out(self._table.copy())  # the table goes on changing
         changed, works = fresh | self._stale, self._working()
         if changed:
-            running = self._watch.ask(
-                programs.seat_program, dataclasses.replace(self._running, edits=None),
+            edited = [work is not None and work.request.options.edits for work in works]
+            self._device.seat(
                 self._marked(changed),
                 np.array([work.left if work else 0 for work in works], np.int32),
                 np.array([self._ends(work) for work in works], np.int32),
-            )  # fmt: skip
-            edits = seated_edits(
-                self._running.edits, works, fresh, model.cfg, self._sizes, self._watch.ask
+                {
+                    slot: edits_of(self._seat(slot).work, model.cfg, self._sizes)
+                    for slot in fresh
+                    if edited[slot]
+                },
+                np.array(edited),
             )
-            self._running = dataclasses.replace(running, edits=edits)
             self._stale.clear()
         if fresh:
-            self._sampling = jax.device_put(sampling_of(works))
+            self._device.sample(sampling_of(works, self._sizes.truncates))
         if restored:
             places, slots = map(list, zip(*restored, strict=True))
-            self._cache = self._watch.ask(
-                programs.restore_program, self._cache, self._kept,
-                self._padded(places, 0), self._padded(slots, self._sizes.slots),
-            )  # fmt: skip
+            self._device.restore(self._padded(places, 0), self._padded(slots, self._sizes.slots))
 
     def _show(self, step: Step) -> tuple[Step, list[Shown], list[Update]]:
         """The images among the step's prompts; requests whose images fail end, and leave it."""
@@ -331,11 +320,8 @@ class Engine:
             complete = [slot for _, slot, position in call.part if ends.get(slot) == position]
             slots, rows = int(np.count_nonzero(beside)), call.size + len(beside)
             asked = self._tally.ask("prompts", rows, slots, self.usage(), len(call.part))
-            made, self._running, self._cache = self._watch.ask(
-                programs.fill_program, model.params, model.tables,
-                call.rows(model.cfg, model.numerics), self._marked(complete), beside,
-                self._running, self._cache, self._sampling, model.cfg, model.numerics, packed,
-            )  # fmt: skip
+            shows = call.rows(model.cfg, model.numerics)
+            made = self._device.fill(shows, self._marked(complete), beside, packed)
             if complete or beside.any():
                 self._fly(made, 1, asked)
             else:
@@ -345,66 +331,38 @@ class Engine:
 
     def _look(self, slots: list[int], ahead: int, move: Move, rounds: int) -> None:
         """Some rounds of these slots; fewer where a free slot is waited for."""
-        model, left, active = self._model, self._running.left, self._running.active
-        alone = self._alone(slots)
         limit = min(rounds, ahead // (move.size + 1))
         asked = self._tally.ask("decode", move.rows, len(slots), self.usage())
-        made, self._running, self._cache = self._watch.ask(
-            programs.decode_program, model.params, model.tables, alone, self._cache,
-            self._sampling, model.cfg, model.numerics, steps=MOST_STEPS, limit=np.int32(limit),
-            leave=np.int32(enough_free(self._scheduler.usage().waiting, self._sizes.slots)),
-            size=move.size, rows=move.rows,
-            schedule=move.schedule, mode="coupled",
-        )  # fmt: skip
-        self._rejoin(alone, active)
+        leave = enough_free(self._scheduler.usage().waiting, self._sizes.slots)
+        made = self._device.look(self._only(slots), move, limit, leave)
         self._limit = min(2 * self._limit, MOST_STEPS)
-        self._fly(made, limit * (move.size + 1), asked, move, left)
+        self._fly(made, limit * (move.size + 1), asked, move)
 
     def _bound_look(self, slots: list[int], move: Move) -> list[Update]:
         """One round of these slots, whose tokens have to follow grammars."""
-        model, active = self._model, self._running.active
-        alone, b = self._alone(slots), self._sizes.slots
+        only, b = self._only(slots), self._sizes.slots
         drafts, confidence = np.zeros((b, 0), np.int32), np.zeros((b, 0), np.float32)
         asked = self._tally.ask("grammar", b * (move.size + 1), len(slots), self.usage())
         if move.size:
             first = self._looked(slots, drafts).packed[:, 0]
-            proposed = self._watch.ask(
-                programs.propose_program, model.params, model.tables, alone, self._cache,
-                self._sampling, first, model.cfg, model.numerics, size=move.size,
-            )  # fmt: skip
+            proposed = self._device.propose(only, first, move.size).result()
             drafts, confidence = self._watch.read(proposed)
         looked = self._looked(slots, drafts)
         ended = self._end(looked.failures())
-        made, self._running, self._cache = self._watch.ask(
-            programs.settle_program, model.params, model.tables, alone, drafts, confidence,
-            looked.legal, looked.packed, self._cache, self._sampling, model.cfg, model.numerics,
-        )  # fmt: skip
-        self._rejoin(alone, active)
+        made = self._device.settle(only, drafts, confidence, looked.legal, looked.packed)
         self._fly(made, move.size + 1, asked)
         return ended
 
-    def _fly(
-        self, made: Round, most: int, asked: Asked, move: Move | None = None,
-        left: jax.Array | None = None,
-    ) -> None:  # fmt: skip
+    def _fly(self, made: Future[Any], most: int, asked: Asked, move: Move | None = None) -> None:
         """Rounds are on their way."""
         seats, prompts = tuple(self._seats), frozenset(self._filled)
-        self._flights.append(Flight(made, seats, most, asked, prompts, move, left))
+        self._flights.append(Flight(made, seats, most, asked, prompts, move))
         self._filled.clear()
 
-    def _alone(self, slots: list[int]) -> Running:
-        """What runs, but of all seats only those of `slots`."""
+    def _only(self, slots: list[int]) -> np.ndarray | None:
+        """[B] bool: these slots; None where nobody else sits in one."""
         seated = {slot for slot, seat in enumerate(self._seats) if seat is not None}
-        if seated <= set(slots):
-            return self._running
-        active = self._running.active & self._marked(slots)
-        return dataclasses.replace(self._running, active=active)
-
-    def _rejoin(self, alone: Running, active: jax.Array) -> None:
-        """Wake the slots that were left out of `alone`; `active` is what it was before."""
-        if alone.active is not active:
-            awake = self._running.active | (active & ~alone.active)
-            self._running = dataclasses.replace(self._running, active=awake)
+        return None if seated <= set(slots) else self._marked(slots)
 
     def _looked(self, slots: Collection[int], drafts: np.ndarray) -> Looked:
         """Masks of these slots, along drafts [B, N]."""
@@ -424,7 +382,7 @@ class Engine:
 
     def _land(self, flight: Flight) -> Iterator[Update]:
         """Hand what rounds emitted to the requests; one that has ended gives up its slot."""
-        made, left = self._watch.read((flight.made, flight.left))
+        made, left = self._watch.read(flight.made.result())
         if flight.move is not None:
             self._memory = self._policy.learn(self._memory, flight.move, *learnt(made, left))
         came = np.zeros(3, np.int64)  # tokens, and drafts verified and accepted

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Hashable
+from concurrent.futures import Future
 
 import jax
 
@@ -36,14 +37,14 @@ class Seat:
 
 @dataclasses.dataclass(frozen=True)
 class Flight:
-    """Rounds on their way: who sat where, at most how many tokens a slot may come to, whose prompts
-    were run since the flight before, and for the policy the move and what every slot had left.
+    """Rounds on their way, with what every slot had left before those of a policy: who sat where,
+    at most how many tokens a slot may come to, whose prompts were run since the flight before, and
+    the move of the policy.
     """
 
-    made: Round
+    made: Future[tuple[Round, jax.Array | None]]
     seats: tuple[Seat | None, ...]
     most: int
     asked: Asked
     prompts: frozenset[Hashable] = frozenset()
     move: Move | None = None
-    left: jax.Array | None = None

@@ -156,5 +156,5 @@ def make_rows(part: Sequence[tuple[int, int, int]], size: int) -> Rows:
     """Rows of (token, slot, position), padded to `size`."""
     table = np.full((size, 3), (0, -1, 0), np.int32)
     table[: len(part)] = np.array(part, np.int32).reshape(-1, 3)  # none at all, too
-    tokens, slots, positions = (jnp.asarray(column) for column in table.T)
-    return Rows(tokens, slots, positions, image=jnp.asarray(np.zeros(size, bool)))
+    columns: Any = [*map(np.ascontiguousarray, table.T), np.zeros(size, bool)]
+    return jax.device_put(Rows(*columns))

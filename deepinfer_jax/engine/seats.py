@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-import jax.numpy as jnp
 import numpy as np
 
 from deepinfer_jax import edits as editing
 from deepinfer_jax import grammar, sampling
 from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.edits import Edits
-from deepinfer_jax.engine import programs
 from deepinfer_jax.engine.sizes import Sizes
 from deepinfer_jax.grammar import State
 from deepinfer_jax.images.spans_in_prompt import places_of
@@ -121,10 +118,13 @@ def _numbers(sampled: Sampled) -> tuple:
     return sampled.logprob_raw, sampled.logprob_processed, sampled.kept_mass
 
 
-def sampling_of(seated: Sequence[Work | None]) -> Sampling:
-    """Sampling parameters of every slot; an empty one is greedy, which costs nothing."""
+def sampling_of(seated: Sequence[Work | None], truncates: bool) -> Sampling:
+    """Sampling parameters of every slot; an empty one is greedy, which costs nothing.
+
+    `truncates`: whether one of them may (`Sizes.truncates`).
+    """
     options = [work.request.options if work else None for work in seated]
-    return sampling.make_sampling(
+    made = sampling.make_sampling(
         len(seated),
         [o.temperature if o else 0.0 for o in options],
         [o.top_p if o else 1.0 for o in options],
@@ -132,29 +132,10 @@ def sampling_of(seated: Sequence[Work | None]) -> Sampling:
         [o.min_p if o else 0.0 for o in options],
         seeds=[work.request.seed if work else 0 for work in seated],
     )
+    return made if truncates else sampling.untruncated(made)
 
 
-def seated_edits(
-    edits: Edits | None, works: Sequence[Work | None], fresh: Collection[int], cfg: ModelConfig,
-    sizes: Sizes, ask: Callable[..., Any],
-) -> Edits | None:  # fmt: skip
-    """`edits` for the `works` of every slot, those of the `fresh` slots new; it is donated.
-
-    `ask`: how a program is called (`Watch.ask`).
-    """
-    if edits is None:
-        return None
-    active = np.array([work is not None and work.request.options.edits for work in works])
-    made: Edits = edits
-    for slot in fresh:
-        work = works[slot]
-        if work is not None and active[slot]:
-            one = _edits_of(work, cfg, sizes)
-            made = ask(programs.edit_program, made, np.int32(slot), one)
-    return dataclasses.replace(made, active=jnp.asarray(active))
-
-
-def _edits_of(work: Work, cfg: ModelConfig, sizes: Sizes) -> Edits:
+def edits_of(work: Work, cfg: ModelConfig, sizes: Sizes) -> Edits:
     """What a request changes of its logits as its reply stands, for one slot."""
     request, asked = work.request, work.request.options
     return editing.make_edits(

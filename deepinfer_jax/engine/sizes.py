@@ -7,6 +7,8 @@ import functools
 import math
 from collections.abc import Iterable, Sequence
 
+import jax
+
 from deepinfer_jax.cache import Paging
 from deepinfer_jax.config import ModelConfig, VisionConfig
 from deepinfer_jax.images.gallery import KEPT_BYTES
@@ -39,12 +41,13 @@ class Sizes:
     stop_ids   most ids that end a reply
     edits      whether requests may change their logits (`Options.edits`)
     forced     tokens of a reply that they may force (`golden_token_ids`)
+    truncates  whether they may leave improbable tokens out (`Options.truncates`)
     span       most tokens of an image's span; as many as `prefill` has there is always room for
     prefill    rows of the calls that run prompts, ascending
     picture_bytes  memory of the host for encoded pictures that may be shown again
 
-    An engine that is given a request beyond stop_ids, edits or forced grows, and compiles its
-    programs again.
+    An engine that is given a request beyond stop_ids, edits, forced or truncates grows, and
+    compiles its programs again.
     """
 
     slots: int
@@ -55,6 +58,7 @@ class Sizes:
     stop_ids: int = STOP_IDS
     edits: bool = False
     forced: int = 0
+    truncates: bool = True
     span: int = 0
     prefill: tuple[int, ...] = PREFILL_ROWS
     picture_bytes: int = KEPT_BYTES
@@ -98,19 +102,30 @@ def sizes_for(
         made,
         span=max(span_lengths(requests, cfg.vision), default=0),
         prefill=MORE_ROWS if many else PREFILL_ROWS,
+        truncates=not specialised(),
     )
     return grown(made, requests)
 
 
-def grown(sizes: Sizes, requests: Iterable[Request]) -> Sizes:
+def grown(sizes: Sizes, requests: Sequence[Request]) -> Sizes:
     """`sizes` with room for the ends and the edits of these requests."""
     stop_ids, edits, forced = sizes.stop_ids, sizes.edits, sizes.forced
+    truncates = sizes.truncates or any(request.options.truncates for request in requests)
     for request in requests:
         golden = len(request.options.golden_token_ids)
         stop_ids = max(stop_ids, power_of_two(_ends(request)))
         edits = edits or request.options.edits
         forced = max(forced, power_of_two(golden) if golden else 0)
-    return dataclasses.replace(sizes, stop_ids=stop_ids, edits=edits, forced=forced)
+    return dataclasses.replace(
+        sizes, stop_ids=stop_ids, edits=edits, forced=forced, truncates=truncates
+    )
+
+
+def specialised() -> bool:
+    """Whether programs that never truncate are programs of their own, as on a GPU: there the host
+    waits for the device wherever a program has to ask. On a CPU asking costs nothing.
+    """
+    return jax.default_backend() != "cpu"
 
 
 def slots_for(count: int, batch_size: int | None) -> int:

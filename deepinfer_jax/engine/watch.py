@@ -59,10 +59,16 @@ class Watch:
     time in between counts as idle: `idle_s` is never too small. Compiling does not count.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(
+        self, clock: Callable[[], float] = time.perf_counter, *, launching: bool = False
+    ) -> None:
+        """`launching`: a call lasts while it launches kernels, at which the device is already at
+        work, to the end of its rounds maybe: then it counts as work from its beginning.
+        """
         self.idle_s = self.compile_s = self.seconds = 0.0
         self.compiled = self.recompiled = 0
-        self._clock = clock
+        self._clock, self._launching = clock, launching
+        self._lock = threading.Lock()  # one thread asks while another reads
         self._latest: Any = None  # an array of what was asked for last
         self._busy: float | None = None  # when the device was last known to have work
         self._seen: float | None = None  # when this was last called
@@ -70,39 +76,35 @@ class Watch:
 
     def ask(self, program: Callable[..., Any], *args: Any, **more: Any) -> Any:
         """What `program` returns, which need not be there yet."""
-        before, begun = self._latest, self._clock()
+        with self._lock:
+            before, begun, busy = self._latest, self._clock(), self._busy
         if before is not None and not _ready(before):
-            self._busy = begun
+            busy = begun
         with compilations() as compiled:
             made = program(*args, **more)
-        now = self._clock()
-        self._latest = jax.tree.leaves(made)[0]
-        if self._busy is not None and before is not None and _ready(before):
-            # It has its values already: it was run within the call, from its beginning.
-            start = begun if _ready(self._latest) else now - compiled.seconds
-            self.idle_s += max(0.0, start - self._busy)
-        self._pass(now, compiled.seconds)
-        self._busy = now
-        self.compiled += compiled.count
+        latest = jax.tree.leaves(made)[0]
+        with self._lock:
+            now, self._latest = self._clock(), latest
+            if busy is not None and before is not None and _ready(before):
+                # It has its values already: it was run within the call, from its beginning.
+                within = self._launching or _ready(latest)
+                self.idle_s += max(0.0, (begun if within else now - compiled.seconds) - busy)
+            self._pass(now, compiled.seconds)
+            self._busy = now
+            self.compiled += compiled.count
         if compiled.count and self._known is not None:
-            self.recompiled += 1
-            warnings.warn(
-                f"{name_of(program)} was compiled in the middle of a run, which took "
-                f"{compiled.seconds:.1f} s: {self._news(program, signature(program, args, more))}; "
-                "call Engine.warm_up when all kinds of requests are submitted",
-                RecompileWarning,
-                stacklevel=2,
-            )
+            self._warn(program, args, more, compiled)
         return made
 
     def read(self, values: Any) -> Any:
         """`values` on the host, as soon as they are there."""
         waited = not all(map(_ready, jax.tree.leaves(values)))
         found = jax.device_get(values)
-        now = self._clock()
-        self._pass(now)
-        if waited:
-            self._busy = now
+        with self._lock:
+            now = self._clock()
+            self._pass(now)
+            if waited:
+                self._busy = now
         return found
 
     def rest(self) -> None:
@@ -120,6 +122,18 @@ class Watch:
         if self._seen is not None:
             self.seconds += now - self._seen - compiling
         self._seen = now
+
+    def _warn(
+        self, program: Callable[..., Any], args: tuple, more: dict[str, Any], compiled: Compiled
+    ) -> None:
+        self.recompiled += 1
+        warnings.warn(
+            f"{name_of(program)} was compiled in the middle of a run, which took "
+            f"{compiled.seconds:.1f} s: {self._news(program, signature(program, args, more))}; "
+            "call Engine.warm_up when all kinds of requests are submitted",
+            RecompileWarning,
+            stacklevel=3,
+        )
 
     def _news(self, program: Callable[..., Any], given: Signature) -> str:
         """What `given` has that the nearest of the signatures that were foreseen has not."""

@@ -115,6 +115,24 @@ def test_drafts_in_narrow_places_change_no_bit():
     assert sum(result.timing.accepted for result in found.values()) > 3
 
 
+@pytest.mark.exhaustive  # on a GPU the engine runs so wherever it can
+def test_programs_that_never_truncate_change_no_bit():
+    """Until somebody asks for it, in the middle of a run."""
+    running, found = Engine(tiny_model.model(), dataclasses.replace(SIZES, truncates=False)), {}
+    late = [n for n in range(COUNT) if requests()[n].options.truncates]
+    numbers = {running.submit(requests()[n]): n for n in range(COUNT) if n not in late}
+    assert late
+    assert running._device.state().sampling.top_p is None
+    for update in running.updates():
+        if update.result:
+            found[numbers[update.index]] = update.result
+        if late and len(found) > 2:
+            numbers |= {running.submit(requests()[n]): n for n in late}
+            late = []
+    assert running._device.state().sampling.top_p is not None
+    assert [found[n] for n in range(COUNT)] == alone()
+
+
 def test_cancelled_requests_are_not_heard_of_again():
     running = Engine(tiny_model.model(), SIZES)
     numbers = [running.submit(requests()[n]) for n in range(6)]
@@ -147,12 +165,13 @@ def test_requests_may_come_while_others_run():
 
 def test_a_failing_prompt_fails_alone(monkeypatch):
     """The device gives up at the prompt of request 3; all others have their bits."""
-    fill, steps = programs.fill_program, watched(monkeypatch)
+    fill, others = programs.fill_program, [requests()[n].tokens for n in range(6) if n != 3]
+    own = set(requests()[3].tokens).difference(*others)
 
-    def failing(*args, **more):
-        if any(chunk.job == 3 for chunk in steps[-1].chunks):
+    def failing(params, tables, rows, *args, **more):
+        if own & set(np.asarray(rows.tokens).tolist()):
             raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: planted")
-        return fill(*args, **more)
+        return fill(params, tables, rows, *args, **more)
 
     monkeypatch.setattr(programs, "fill_program", failing)
     running = Engine(tiny_model.model(), SIZES, order=FirstCome())
@@ -175,7 +194,7 @@ def test_a_failure_that_is_seen_late_is_that_of_the_prompt(monkeypatch):
 
     def failing(values):
         made, _ = values
-        if any(made is each for each in doomed):
+        if any(made is each.result()[0] for each in doomed):
             raise jax.errors.JaxRuntimeError("INTERNAL: planted")
         return read(values)
 
