@@ -14,7 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from deepinfer_jax import sampling as samplers
-from deepinfer_jax.sampling import ACCEPT, DRAFT, RESIDUAL, TOKEN, Array, Sampled, Sampling
+from deepinfer_jax.noise import ACCEPT, DRAFT, RESIDUAL, TOKEN, gumbel, noise_words
+from deepinfer_jax.sampling import Array, Sampled, Sampling
 
 _MIX = np.uint32(0x9E3779B9)  # odd, so that no two bases give a seed the same words
 
@@ -31,7 +32,7 @@ def draft(
     low = sampling.seed[..., 0] ^ (jnp.asarray(base).astype(jnp.uint32) * _MIX)
     seed = jnp.stack([low, jnp.asarray(sampling.seed[..., 1])], axis=-1)
     ids = jnp.arange(logp.shape[-1])
-    return samplers.first_largest(logp + samplers.gumbel(seed, index, ids, DRAFT))
+    return samplers.first_largest(logp + gumbel(seed, index, ids, DRAFT))
 
 
 def residual(target: Array, proposal: Array) -> jax.Array:
@@ -69,15 +70,15 @@ def sample(
     """
     target = samplers.transform(logits if edited is None else edited, sampling, mask)
     proposal = samplers.transform(draft_logits, sampling, mask)
-    words, _ = samplers.noise_words(sampling.seed, index, jnp.zeros((1,), jnp.int32), ACCEPT)
+    words, _ = noise_words(sampling.seed, index, jnp.zeros((1,), jnp.int32), ACCEPT)
     uniform = (words[..., 0] >> 8).astype(jnp.float32) * np.float32(2.0**-24)
     kept = jnp.asarray(verifying) & accepts(target, proposal, token, uniform)
     ids = jnp.arange(target.shape[-1])
     other = jnp.where(jnp.asarray(verifying)[..., None], residual(target, proposal), target)
     noise = jnp.where(
         jnp.asarray(verifying)[..., None],
-        samplers.gumbel(sampling.seed, index, ids, RESIDUAL),
-        samplers.gumbel(sampling.seed, index, ids, TOKEN),
+        gumbel(sampling.seed, index, ids, RESIDUAL),
+        gumbel(sampling.seed, index, ids, TOKEN),
     )
     drawn = samplers.first_largest(other + noise)
     return samplers.judge(logits, jnp.where(kept, token, drawn), sampling, mask, edited)

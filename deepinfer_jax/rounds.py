@@ -371,7 +371,7 @@ def decode_many(
     """
     schedule = Lengths(jnp.int32(size)) if schedule is None else schedule
     limit = jnp.int32(steps) if limit is None else limit
-    leave = jnp.int32(0) if leave is None else leave
+    enough = jnp.int32(0) if leave is None else leave
     started = running.active
 
     def once(running: Running, cache: Cache) -> tuple[Round, Running, Cache]:
@@ -383,8 +383,7 @@ def decode_many(
     def more(carry):
         done, now, *_ = carry
         stopped = jnp.count_nonzero(started & ~now.active)
-        enough = (leave > 0) & (stopped >= leave)
-        return (done < limit) & jnp.any(now.active) & ~enough
+        return (done < limit) & jnp.any(now.active) & ~((enough > 0) & (stopped >= enough))
 
     def step(carry):
         done, now, cache, record = carry

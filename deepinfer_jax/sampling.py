@@ -15,6 +15,7 @@ import numpy as np
 from jax import lax
 
 from deepinfer_jax import numerics
+from deepinfer_jax.noise import ID_BITS, gumbel
 
 Array = jax.Array | np.ndarray
 
@@ -22,13 +23,7 @@ Array = jax.Array | np.ndarray
 # engine's, which samples at this temperature instead.
 GREEDY_BELOW = 1e-5
 
-# Streams of the noise contract. Stream 0 decides tokens; the others belong to rejection mode.
-TOKEN, ACCEPT, RESIDUAL, DRAFT = range(4)
-
-_ID_BITS = 24
 _BLOCK = 128
-_ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
-_PARITY = np.uint32(0x1BD11BDA)
 _UNIT = np.float32(2.0**31)  # top-p counts probability in units of 2^-31
 
 
@@ -146,54 +141,6 @@ def _check(name: str, values: np.ndarray, valid: np.ndarray, wanted: str) -> Non
         raise ValueError(f"{name} must be {wanted}, got {values[row]} in row {row}")
 
 
-def noise_words(
-    seed: Array, index: Array, token_ids: Array, stream: int = TOKEN
-) -> tuple[jax.Array, jax.Array]:
-    """Threefry-2x32-20 words (w0, w1) of the noise contract, each [..., V] uint32.
-
-    key = (seed low, seed high), counter = (index, stream * 2^24 + token id). Own rounds rather than
-    a key type of JAX: a counter per token id is what makes any subset of ids (a top-k list, a
-    vocabulary shard, a padded vocabulary) draw the same values.
-
-    Args:
-      seed: [..., 2] uint32.
-      index: [...] int32, absolute output index (prompt length + output count).
-      token_ids: [V] or [..., V] integer, below 2^24.
-      stream: which of the independent streams; a Python integer in [0, 256).
-    """
-    token_ids = jnp.asarray(token_ids).astype(jnp.uint32)
-    index = jnp.asarray(index).astype(jnp.uint32)
-    if token_ids.ndim == 1:
-        token_ids = token_ids.reshape((1,) * index.ndim + token_ids.shape)
-    low, high = seed[..., :1], seed[..., 1:]
-    key = (low, high, low ^ high ^ _PARITY)
-    x0 = index[..., None] + key[0]
-    x1 = (token_ids | np.uint32(stream << _ID_BITS)) + key[1]
-    for group in range(5):
-        for rotation in _ROTATIONS[group % 2]:
-            x0 = x0 + x1
-            x1 = (x1 << np.uint32(rotation)) | (x1 >> np.uint32(32 - rotation))
-            x1 = x1 ^ x0
-        x0 = x0 + key[(group + 1) % 3]
-        x1 = x1 + key[(group + 2) % 3] + np.uint32(group + 1)
-    return x0, x1
-
-
-def gumbel(seed: Array, index: Array, token_ids: Array, stream: int = TOKEN) -> jax.Array:
-    """Gumbel noise [..., V] float32 (docs/determinism.md "Noise"); see `noise_words`.
-
-    The uniform has 64 bits and goes through log1p because the noise must be fine where the
-    exponential is small: that is what lets a token of probability 1e-8 win as often as it should.
-    Both scalings are by powers of two, hence exact. The result is pinned: a caller adds it, and a
-    last product inside `log` must not be contracted into that sum in some programs only.
-    """
-    w0, w1 = noise_words(seed, index, token_ids, stream)
-    uniform = w0.astype(jnp.float32) * np.float32(2.0**-32)
-    uniform = uniform + w1.astype(jnp.float32) * np.float32(2.0**-64)
-    uniform = jnp.clip(uniform, np.float32(2.0**-64), np.float32(1 - 2.0**-24))
-    return numerics.pin(-jnp.log(-jnp.log1p(-uniform)))
-
-
 def logprob(logits: Array, token: Array, norm: Array | None = None) -> jax.Array:
     """Log-probability of `token` [...] under `logits` [..., V], in float32.
 
@@ -255,7 +202,7 @@ def choose(logp: Array, seed: Array, index: Array) -> jax.Array:
     candidate, as in greedy decoding, no noise is drawn: it could not decide anything. The branch
     also hands the noise over as a finished array, so that no compiler draws it twice.
     """
-    if logp.shape[-1] > 1 << _ID_BITS:
+    if logp.shape[-1] > 1 << ID_BITS:
         raise ValueError(f"the noise contract counts 2**24 token ids, got V={logp.shape[-1]}")
     race = jnp.any(jnp.count_nonzero(logp > -jnp.inf, axis=-1) > 1)
     noise = lax.cond(
@@ -425,7 +372,7 @@ def _truncated(scaled: jax.Array, limits: _Limits) -> jax.Array:
     last = lax.cond(
         jnp.any(jnp.count_nonzero(tied, axis=-1) > 1),
         lambda: _last_true(
-            lambda end: ~spent(above | (tied & (ids < end[..., None]))), _ID_BITS, rows
+            lambda end: ~spent(above | (tied & (ids < end[..., None]))), ID_BITS, rows
         ),
         lambda: jnp.full(rows, no_limit),  # a lone token at the edge is kept
     )

@@ -3,13 +3,13 @@
 import jax
 import numpy as np
 
-from deepinfer_jax import numerics, sampling
+from deepinfer_jax import noise, numerics, sampling
 
 SAMPLE = jax.jit(sampling.sample)
 TRANSFORM = jax.jit(sampling.transform)
 CHOOSE = jax.jit(sampling.choose)
-GUMBEL = jax.jit(sampling.gumbel, static_argnames="stream")
-WORDS = jax.jit(sampling.noise_words, static_argnames="stream")
+GUMBEL = jax.jit(noise.gumbel, static_argnames="stream")
+WORDS = jax.jit(noise.noise_words, static_argnames="stream")
 LOGPROB = jax.jit(sampling.logprob)
 LOGSUMEXP = jax.jit(numerics.logsumexp)
 ACCEPTED = jax.jit(sampling.accepted)

@@ -30,6 +30,7 @@ ORDER = (
     "info",
     "model",
     "images",
+    "noise",
     "sampling",
     "rejection",
     "edits",

@@ -11,6 +11,7 @@ import pytest
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from deepinfer_jax import noise as noises
 from deepinfer_jax import numerics, sampling
 from tests.compiled_sampling import (
     ACCEPTANCE,
@@ -187,14 +188,14 @@ def test_op_by_op_evaluation_does_not_matter(batch):
     assert_same_bits(sampling.logprob(logits, token), expected.logprob_raw)
     assert_same_bits(sampling.transform(logits, params), TRANSFORM(logits, params))
     ids = np.arange(7)
-    assert_same_bits(sampling.gumbel(params.seed, index, ids), GUMBEL(params.seed, index, ids))
+    assert_same_bits(noises.gumbel(params.seed, index, ids), GUMBEL(params.seed, index, ids))
 
 
 def test_neighbouring_outputs_and_constants_do_not_matter(batch):
     (logits, params, index), expected = batch
 
     def everything(logits, index):  # params are constants of this program
-        noise = sampling.gumbel(params.seed, index, jnp.arange(logits.shape[-1]))
+        noise = noises.gumbel(params.seed, index, jnp.arange(logits.shape[-1]))
         logp = sampling.transform(logits, params)
         return sampling.sample(logits, params, index), logp, jnp.exp(logp), noise
 

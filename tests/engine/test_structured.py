@@ -111,7 +111,7 @@ def test_grammars_are_refused_before_anything_runs():
     for wrong, message in (
         ({"schema_type": "xml", "schema": "a"}, r"prompts\[0\]: so_args: schema_type must be one"),
         ({"schema": "a"}, r"needs 'schema_type'"),
-        ("a+", "grammar must be a mapping"),
+        ("a+", "grammar must be a Grammar, as .* or a mapping of its fields"),
         ({"kind": "regex", "schema": "a", "trigger_token_ids": [4000]}, "trigger_token_ids must"),
     ):
         with pytest.raises((TypeError, ValueError), match=message):
