@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 import deepinfer_jax as di
 from deepinfer_jax import engine, planning
 from deepinfer_jax.engine import Engine, Sizes, StepRecord, memory, programs, watch
+from deepinfer_jax.engine.device import Device
+from deepinfer_jax.engine.seats import sampling_of
 from deepinfer_jax.prompts import make_requests
 from deepinfer_jax.requests import Options
 from deepinfer_jax.scheduling import FirstCome, Priority, ShortestFirst
@@ -131,6 +133,24 @@ def test_programs_that_never_truncate_change_no_bit():
             late = []
     assert running._device.state().sampling.top_p is not None
     assert [found[n] for n in range(COUNT)] == alone()
+
+
+@pytest.mark.parametrize(("leave", "rounds"), [(0, 7), (1, 1), (2, 4), (3, 7)])
+def test_a_look_ends_when_so_many_slots_have_stopped(leave, rounds):
+    model = tiny_model.model()
+    device = Device(model, SIZES, sampling_of([None] * 3, SIZES.truncates), watch.Watch())
+    device.widen(SIZES)
+    device.hand_out(np.arange(6, dtype=np.int32).reshape(3, 2).repeat(3, axis=1))
+    everyone = np.ones(3, bool)
+    ends = np.full((3, SIZES.stop_ids), -1, np.int32)
+    left = np.array([2, 5, 8], np.int32)  # one is said after the prompt
+    device.seat(everyone, left, ends, {}, np.zeros(3, bool))
+    rows = programs.make_rows([(7, slot, 0) for slot in range(3)], 32)
+    device.fill(rows, everyone, ~everyone, None)
+    move = planning.OFF.move(planning.OFF.start(3, 0), 3)
+    made, _ = device.look(None, move, 16, leave).result()
+    assert np.asarray(made.emitted).any(axis=(1, 2)).sum() == rounds
+    device.close()
 
 
 def test_cancelled_requests_are_not_heard_of_again():
