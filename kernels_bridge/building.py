@@ -7,6 +7,7 @@ processor or source makes a new one and two processes never overwrite each other
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import platform
@@ -14,6 +15,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 SOURCE = Path(__file__).with_name("csrc") / "rows.cc"
@@ -22,6 +24,8 @@ COMPILERS = ("c++", "g++", "clang++")
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-shared", "-fPIC", "-ffp-contract=off")
 
 
+_WORK = "building-"  # how folders begin in which a compiler is at work
+_ABANDONED_S = 3600
 _ANOTHER = 'use the form of XLA, rows="tiled" (--rows tiled)'
 _FOLDER = "set XDG_CACHE_HOME to a folder that can be written"
 
@@ -76,8 +80,9 @@ def build(include: str, folder: Path | None = None) -> Path:
 
 def _build(compiler: str, include: str, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
+    _sweep(path.parent)
     print("building the CPU kernels, once for this machine", file=sys.stderr, flush=True)
-    with tempfile.TemporaryDirectory(dir=path.parent) as work:
+    with tempfile.TemporaryDirectory(prefix=_WORK, dir=path.parent) as work:
         made = Path(work) / path.name
         command = [compiler, *FLAGS, "-isystem", include, str(SOURCE), "-o", str(made)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -89,6 +94,17 @@ def _build(compiler: str, include: str, path: Path) -> None:
                 f"needed): {first.strip()}; {_ANOTHER}"
             )
         made.replace(path)  # whole or not at all, also where two processes build
+
+
+def _sweep(folder: Path) -> None:
+    """Remove what killed builds left behind: no build takes as long as `_ABANDONED_S`.
+
+    By age, not by whether its process lives: that may be on another machine with this home.
+    """
+    for left in folder.glob(f"{_WORK}*"):
+        with contextlib.suppress(OSError):  # another process was faster
+            if time.time() - left.stat().st_mtime > _ABANDONED_S:
+                shutil.rmtree(left)
 
 
 def _fingerprint(include: str) -> str:

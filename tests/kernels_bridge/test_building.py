@@ -40,6 +40,17 @@ def test_a_library_is_built_once(monkeypatch, tmp_path):
     assert [path.name for path in (tmp_path / "kept").iterdir()] == [first.name]
 
 
+def test_what_a_killed_build_left_is_removed_by_a_later_one(monkeypatch, tmp_path):
+    put_compiler(monkeypatch, tmp_path / "bin", COUNTING)
+    left, at_work = (tmp_path / "kept" / f"building-{name}" for name in ("old", "new"))
+    for folder in (left, at_work):
+        folder.mkdir(parents=True)
+        (folder / "rows.so").write_text("half")
+    os.utime(left, (0, 0))
+    built = building.build(jax.ffi.include_dir(), tmp_path / "kept")
+    assert {path.name for path in (tmp_path / "kept").iterdir()} == {built.name, at_work.name}
+
+
 def test_what_is_built_needs_no_compiler_any_more(monkeypatch, tmp_path):
     put_compiler(monkeypatch, tmp_path / "bin", COUNTING)
     first = building.build(jax.ffi.include_dir(), tmp_path / "kept")
