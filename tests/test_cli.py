@@ -659,12 +659,20 @@ def test_compiled_programs_are_kept_in_the_users_cache(capsys, monkeypatch, tmp_
 
 def test_a_cache_that_cannot_be_made_costs_nothing_else(capsys, monkeypatch, tmp_path):
     (tmp_path / "deepinfer-jax").write_text("in the way")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     before = jax.config.values["jax_compilation_cache_dir"]
-    try:
-        jax.config.update("jax_compilation_cache_dir", None)
-        compiled.use_compilation_cache()
-        assert jax.config.values["jax_compilation_cache_dir"] is None
-    finally:
-        jax.config.update("jax_compilation_cache_dir", before)
-    assert "not kept" in capsys.readouterr().err
+    monkeypatch.setattr(compiled.Path, "home", homeless)
+    for base, said in ((str(tmp_path), str(tmp_path)), ("", "set XDG_CACHE_HOME to a folder")):
+        monkeypatch.setenv("XDG_CACHE_HOME", base)
+        try:
+            jax.config.update("jax_compilation_cache_dir", None)
+            compiled.use_compilation_cache()
+            assert jax.config.values["jax_compilation_cache_dir"] is None
+        finally:
+            jax.config.update("jax_compilation_cache_dir", before)
+        found = capsys.readouterr().err
+        assert "compiled programs are not kept: " in found
+        assert said in found
+
+
+def homeless():
+    raise RuntimeError("Could not determine home directory.")

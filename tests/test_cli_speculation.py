@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from deepinfer_jax import cli, planning, profiling
-from deepinfer_jax.cli import speculation
+from deepinfer_jax.cli import compiled, speculation
 from deepinfer_jax.cli.refusal import Refused
 from tests import tiny_model
 
@@ -75,11 +75,19 @@ def test_the_forms_name_their_policies(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     path = speculation.table_file(model)
     assert tmp_path in path.parents
+    with monkeypatch.context() as nowhere, pytest.raises(Refused, match="set XDG_CACHE_HOME"):
+        nowhere.delenv("XDG_CACHE_HOME")
+        nowhere.setattr(compiled.Path, "home", homeless)
+        speculation.policy_of("planner", model, 3)
     path.parent.mkdir(parents=True)
     planning.save_table(path, table(3))
     assert speculation.policy_of("planner", model, 3) == planning.Planner(table(3), heat)
     with pytest.raises(Refused, match="no step times for 4 slots"):
         speculation.policy_of("planner", model, 4)
+
+
+def homeless():
+    raise RuntimeError("Could not determine home directory.")
 
 
 def measured(monkeypatch, *results: planning.CostTable) -> list:

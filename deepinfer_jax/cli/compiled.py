@@ -18,12 +18,13 @@ def use_compilation_cache() -> None:
 
     if jax.config.values["jax_compilation_cache_dir"] is not None:  # $JAX_COMPILATION_CACHE_DIR
         return
-    folder = cache_folder() / _processor()
     try:
+        folder = cache_folder() / _processor()
         folder.mkdir(parents=True, exist_ok=True)
         first = not any(folder.iterdir())
     except OSError as error:
-        print(f"compiled programs are not kept: {folder}: {error.strerror}", file=sys.stderr)
+        why = f"{error.filename}: {error.strerror}" if error.strerror else error
+        print(f"compiled programs are not kept: {why}", file=sys.stderr)
         return
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
@@ -33,9 +34,18 @@ def use_compilation_cache() -> None:
 
 
 def cache_folder() -> Path:
-    """The project's folder in the user's cache; it need not exist."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "deepinfer-jax"
+    """The project's folder in the user's cache; it need not exist.
+
+    Raises FileNotFoundError for a user who has no home, as in some containers.
+    """
+    base = os.environ.get("XDG_CACHE_HOME")
+    try:
+        return Path(base or Path.home() / ".cache") / "deepinfer-jax"
+    except RuntimeError as error:
+        raise FileNotFoundError(
+            f"there is no home folder to keep files in ({error}): set XDG_CACHE_HOME to a folder "
+            "that can be written"
+        ) from None
 
 
 def _processor() -> str:
