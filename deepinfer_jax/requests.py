@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import html
 import numbers
+import re
+import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypedDict, Unpack
 
@@ -19,6 +21,8 @@ MOST = 1e9  # size of a bias or penalty: all sums of them stay finite in float32
 FREE = -1  # in `golden_token_ids`: a token that is not forced
 _EFFORTS = (None, "low", "high", "xhigh", "max")
 _IDS_END = 2**31
+_DIGITS = 10  # of a token id
+SURROGATE = re.compile("[\ud800-\udfff]")  # half of a character, as JSON can spell it
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -85,9 +89,11 @@ class Options:
         self._settle_stops()
         for name in ("thinking", "ignore_eos"):
             if not isinstance(getattr(self, name), bool):
-                raise TypeError(f"{name} must be true or false, got {getattr(self, name)!r}")
-        if self.effort not in _EFFORTS:
-            raise ValueError(f"effort must be one of {_EFFORTS}, got {self.effort!r}")
+                raise TypeError(
+                    f"{name} must be true or false, got {reprlib.repr(getattr(self, name))}"
+                )
+        if not isinstance(self.effort, str | None) or self.effort not in _EFFORTS:
+            raise ValueError(f"effort must be one of {_EFFORTS}, got {reprlib.repr(self.effort)}")
         if self.grammar is not None and not isinstance(self.grammar, Grammar):
             object.__setattr__(self, "grammar", Grammar.from_mapping(self.grammar))
         self._settle_penalties()
@@ -119,12 +125,15 @@ class Options:
 
     def _settle_stops(self) -> None:
         """Check `stop` and `stop_token_ids` and make tuples of them."""
-        if not isinstance(self.stop, Sequence):
-            raise TypeError(f"stop must be a list, got {self.stop!r}")
+        if isinstance(self.stop, bytes) or not isinstance(self.stop, Sequence):
+            raise TypeError(f"stop must be a list of strings, got {reprlib.repr(self.stop)}")
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
         for text in stop:
-            if not isinstance(text, str) or not text:
-                raise ValueError(f"stop must be non-empty strings, got {text!r}")
+            if not isinstance(text, str) or not text or SURROGATE.search(text):
+                raise ValueError(
+                    "stop must be non-empty strings of whole characters, got "
+                    f"{reprlib.repr(text)}"
+                )
         object.__setattr__(self, "stop", stop)
         ids = _token_ids("stop_token_ids", self.stop_token_ids)
         object.__setattr__(self, "stop_token_ids", ids)
@@ -136,7 +145,7 @@ class Options:
         if not 1 / MOST <= self.repetition_penalty <= MOST:
             raise ValueError(
                 f"repetition_penalty must be in [{1 / MOST:g}, {MOST:g}] (1 is off), got "
-                f"{self.repetition_penalty}"
+                f"{reprlib.repr(self.repetition_penalty)}"
             )
         _integer("min_tokens", self.min_tokens, 0, _IDS_END)
         if self.min_tokens > self.max_tokens:
@@ -212,14 +221,19 @@ def _biases(given: Any) -> tuple[tuple[int, float], ...]:
     """(token id, bias) in order of the ids, of a mapping or of pairs."""
     pairs = list(given.items()) if isinstance(given, Mapping) else given
     if isinstance(pairs, str | bytes) or not isinstance(pairs, Sequence):
-        raise TypeError(f"logit_bias must be a mapping of token ids to numbers, got {given!r}")
+        raise TypeError(
+            f"logit_bias must be a mapping of token ids to numbers, got {reprlib.repr(given)}"
+        )
     found: dict[Any, float] = {}
     for pair in pairs:
         if isinstance(pair, str | bytes) or not isinstance(pair, Sequence) or len(pair) != 2:
-            raise TypeError(f"logit_bias must be a mapping or pairs (token id, bias), got {pair!r}")
+            raise TypeError(
+                "logit_bias must be a mapping or pairs (token id, bias), got "
+                f"{reprlib.repr(pair)}"
+            )
         token, bias = pair
         digits = isinstance(token, str) and token.isascii() and token.isdigit()
-        token = int(token) if digits else token  # a key of JSON
+        token = int(token) if digits and len(token) <= _DIGITS else token  # a key of JSON
         _integer("logit_bias: a token id", token, 0, _IDS_END)
         _limited(f"logit_bias of token {token}", bias, "; banned_token_ids rules a token out")
         if token in found:
@@ -229,8 +243,8 @@ def _biases(given: Any) -> tuple[tuple[int, float], ...]:
 
 
 def _token_ids(name: str, given: object, low: int = 0) -> tuple[int, ...]:
-    if not isinstance(given, Sequence):
-        raise TypeError(f"{name} must be a list, got {given!r}")
+    if isinstance(given, bytes) or not isinstance(given, Sequence) or given == "":
+        raise TypeError(f"{name} must be a list, got {reprlib.repr(given)}")
     for token in given:
         _integer(name, token, low, _IDS_END)
     return tuple(given)
@@ -239,20 +253,26 @@ def _token_ids(name: str, given: object, low: int = 0) -> tuple[int, ...]:
 def _limited(name: str, value: Any, more: str = "") -> None:
     _number(name, value)
     if not -MOST <= value <= MOST:  # NaN, too
-        raise ValueError(f"{name} must be in [-{MOST:g}, {MOST:g}], got {value}{more}")
+        raise ValueError(
+            f"{name} must be in [-{MOST:g}, {MOST:g}], got {reprlib.repr(value)}{more}"
+        )
 
 
 def _number(name: str, value: object) -> None:
     """One number, of Python or NumPy: `make_sampling` would take a list of them as well."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise TypeError(f"{name} must be a number, got {value!r}")
+        raise TypeError(f"{name} must be a number, got {reprlib.repr(value)}")
+    try:
+        float(value)
+    except OverflowError:
+        raise ValueError(f"{name} must be a finite number, got {reprlib.repr(value)}") from None
 
 
 def _integer(name: str, value: object, low: int, end: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be an integer, got {value!r}")
+        raise TypeError(f"{name} must be an integer, got {reprlib.repr(value)}")
     if not low <= value < end:
-        raise ValueError(f"{name} must be in [{low}, {end}), got {value}")
+        raise ValueError(f"{name} must be in [{low}, {end}), got {reprlib.repr(value)}")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

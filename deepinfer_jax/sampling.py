@@ -127,6 +127,8 @@ def _per_row(name: str, value: object, n: int, dtype: type) -> np.ndarray:
         raise TypeError(f"{name} must be {wanted}, got {value!r} ({given.dtype})")
     if given.shape not in ((), (n,)):
         raise ValueError(f"{name} must be a scalar or have shape ({n},), got shape {given.shape}")
+    if given.dtype == np.uint64:  # beyond int64 it would become another number
+        given = np.minimum(given, np.uint64(2**63 - 1))
     with np.errstate(over="ignore"):  # a float64 beyond float32 becomes inf and is then refused
         return np.broadcast_to(given.astype(dtype), (n,))
 

@@ -35,13 +35,14 @@ class Grammar:
     bound_token_id: int | None = None
 
     def __post_init__(self) -> None:
-        if self.kind not in get_args(Kind):
-            raise ValueError(f"kind must be one of {get_args(Kind)}, got {self.kind!r}")
+        if not isinstance(self.kind, str) or self.kind not in get_args(Kind):
+            said = reprlib.repr(self.kind)
+            raise ValueError(f"kind must be one of {get_args(Kind)}, got {said}")
         text = _json_schema(self.schema) if self.kind == "json" else _plain(self.kind, self.schema)
         object.__setattr__(self, "schema", text)
         ids = self.trigger_token_ids
         if isinstance(ids, str | bytes) or not isinstance(ids, Sequence):
-            raise TypeError(f"trigger_token_ids must be a list of token ids, got {ids!r}")
+            raise TypeError(f"trigger_token_ids must be a list of token ids, got {reprlib.repr(ids)}")
         for token in ids:
             _token("trigger_token_ids", token)
         object.__setattr__(self, "trigger_token_ids", tuple(ids))
@@ -69,7 +70,13 @@ class Grammar:
             raise TypeError(f"grammar must be a mapping, got {reprlib.repr(value)}")
         if "kind" not in value:
             return cls.from_so_args(value)
-        return cls.from_so_args({"schema_type" if k == "kind" else k: v for k, v in value.items()})
+        renamed = {"schema_type" if key == "kind" else key: each for key, each in value.items()}
+        try:
+            return cls.from_so_args(renamed)
+        except (TypeError, ValueError) as error:
+            said = str(error).replace("so_args", "grammar", 1).replace("schema_type", "kind")
+            kind = TypeError if isinstance(error, TypeError) else ValueError
+            raise kind(said) from None
 
     @classmethod
     def from_so_args(cls, so_args: Mapping[str, Any]) -> Grammar:
@@ -82,10 +89,11 @@ class Grammar:
         for key in so_args:
             if key not in _SO_ARGS:
                 known = ", ".join(_SO_ARGS)
-                raise ValueError(f"so_args has the unknown key {key!r}; known are {known}")
+                said = reprlib.repr(key)
+                raise ValueError(f"so_args has the unknown key {said}; known are {known}")
         for key in _SO_ARGS[:2]:
             if key not in so_args:
-                raise ValueError(f"so_args needs {key!r}, got only {sorted(so_args)}")
+                raise ValueError(f"so_args needs {key!r}, got only {list(so_args)}")
         trigger = so_args.get("trigger_token_ids")
         try:
             return cls(
@@ -118,9 +126,9 @@ class Grammar:
 
 def _token(name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must hold token ids (one id for a bound token), got {value!r}")
+        raise TypeError(f"{name} must hold token ids (one id for a bound token), got {reprlib.repr(value)}")
     if not 0 <= value < 2**31:
-        raise ValueError(f"{name} must be in [0, 2**31), got {value}")
+        raise ValueError(f"{name} must be in [0, 2**31), got {reprlib.repr(value)}")
 
 
 def _plain(kind: str, schema: object) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import InitVar
 from typing import Any, Literal, get_args
@@ -83,12 +84,12 @@ class SamplingParams:
         for name in ("prompt_logprobs", "return_routed_experts"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(
-                    f"{name} must be true or false, got {getattr(self, name)!r}"
+                    f"{name} must be true or false, got {reprlib.repr(getattr(self, name))}"
                     + ("; top_logprobs says how many" if name == "prompt_logprobs" else "")
                 )
-        if self.logprob_mode not in get_args(LogprobMode):
-            modes = get_args(LogprobMode)
-            raise ValueError(f"logprob_mode must be one of {modes}, got {self.logprob_mode!r}")
+        modes, mode = get_args(LogprobMode), self.logprob_mode
+        if not isinstance(mode, str) or mode not in modes:
+            raise ValueError(f"logprob_mode must be one of {modes}, got {reprlib.repr(mode)}")
         if self.so_args is not None and not isinstance(self.so_args, Grammar):
             self._set("so_args", Grammar.from_so_args(self.so_args))
         for name in ("stop", "stop_token_ids", "logit_bias", "banned_token_ids",
@@ -126,7 +127,7 @@ class SamplingParams:
     def _settle_seed(self, seq_seed: int | None) -> None:
         for name, value in (("seed", self.seed), ("seq_seed", seq_seed)):
             if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
-                raise TypeError(f"{name} must be an integer or None, got {value!r}")
+                raise TypeError(f"{name} must be an integer or None, got {reprlib.repr(value)}")
         if seq_seed is not None:
             if self.seed is not None:
                 raise ValueError(
@@ -140,7 +141,7 @@ class SamplingParams:
         """The published engine masks the end token for the first token or not at all."""
         first = first_n_token_no_eos
         if isinstance(first, bool) or not isinstance(first, int):
-            raise TypeError(f"first_n_token_no_eos must be 0 or 1, got {first!r}")
+            raise TypeError(f"first_n_token_no_eos must be 0 or 1, got {reprlib.repr(first)}")
         if first not in (0, 1):
             raise ValueError(
                 f"first_n_token_no_eos must be 0 or 1, got {first}; min_tokens={first} keeps the "
@@ -164,6 +165,6 @@ def sample_seed(seed: int, index: int) -> int:
 
 def _integer(name: str, value: object, low: int, most: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be an integer, got {value!r}")
+        raise TypeError(f"{name} must be an integer, got {reprlib.repr(value)}")
     if not low <= value <= most:
-        raise ValueError(f"{name} must be in {low}..{most}, got {value}")
+        raise ValueError(f"{name} must be in {low}..{most}, got {reprlib.repr(value)}")
