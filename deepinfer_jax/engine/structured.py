@@ -87,16 +87,25 @@ class Structured:
         return Looked(packed, np.array(legal, np.int32), tuple(looked))
 
     def _masks(self, work: Work, state: State, drafts: list[int]) -> Masks:
-        """Of one request; failed where its edits leave nothing of what the grammar allows next."""
+        """Of one request; failed where its edits leave nothing of what the grammar allows next.
+
+        A draft behind which they leave nothing is not legal: the request fails when it is said.
+        """
         found, cfg, options = grammar.masks(state, drafts), self._model.cfg, work.request.options
         if found.failure is not None or not options.edits:
             return found
         may = editing.sayable(cfg.vocab_size, options.allowed_token_ids, options.banned_token_ids)
-        count = len(work.transcript.tokens)
-        if count < options.min_tokens:
-            may[list(options.ends(cfg.eos_token_id))] = False
-        if (found.rows[0] & grammar.pack(may)).any():
+        sayable, count = grammar.pack(may), len(work.transcript.tokens)
+        may[list(options.ends(cfg.eos_token_id))] = False
+        before = grammar.pack(may)
+        left = [
+            (row & (before if count + place < options.min_tokens else sayable)).any()
+            for place, row in enumerate(found.rows[: found.legal + 1])
+        ]
+        if all(left):
             return found
+        if left[0]:
+            return found._replace(legal=left.index(False) - 1)
         return found._replace(failure=GrammarError(
             "unsatisfiable",
             f"request {work.request.id!r}: allowed_token_ids, banned_token_ids or "

@@ -13,11 +13,14 @@ import numpy as np
 import pytest
 
 import deepinfer_jax as di
-from deepinfer_jax import planning
+from deepinfer_jax import grammar, planning
 from deepinfer_jax.engine import Engine, Sizes, structured
+from deepinfer_jax.engine.seats import Work
 from deepinfer_jax.grammar import Compiler, GrammarError, GrammarSettings, compiler
 from deepinfer_jax.prompts import make_requests
 from deepinfer_jax.requests import Options
+from deepinfer_jax.scheduling import Job
+from deepinfer_jax.transcript import Transcript
 from tests import tiny_model
 from tests.engine import test_engine
 
@@ -120,6 +123,29 @@ def test_generate_raises_what_ended_a_request_after_the_others():
     with pytest.raises(GrammarError) as caught:
         di.generate(tiny_model.model(), [prompt])
     assert "0 of 1 requests have results" in caught.value.__notes__[0]
+
+
+def test_a_draft_behind_which_nothing_may_be_said_is_not_verified():
+    """Else a token would be drawn there from nothing: its number is none, and no fault of weights.
+
+    The grammar wants two letters and then the end, which `min_tokens` does not allow.
+    """
+    model, (a, b) = tiny_model.model(), (tiny_model.tokenizer().encode_user(x)[0] for x in "ab")
+    prompt = {"tokens": [5], "grammar": {"kind": "regex", "schema": "[ab]{2}"}, "min_tokens": 3}
+    (asked,) = make_requests([prompt], Options(), model.tokenizer, model.cfg, model.max_length)
+    work = Work(0, asked, Transcript(asked, model.tokenizer, model.cfg.eos_token_id))
+    rules = structured.Structured(model)
+    rules.submit(work, Job(0, asked.tokens, 4))
+    assert [error for _, error in rules.ready(wait=True)] == [None]
+    assert rules.masks([work], np.array([[a, b, a]])).legal.tolist() == [1]
+    assert work.state is not None
+    for count, token in enumerate((a, b)):
+        assert not list(rules.masks([work], np.array([[a]])).failures()), count
+        work.transcript.push(token)
+        work.state = grammar.advance(work.state, [token])
+    ((slot, error),) = rules.masks([work], np.array([[a]])).failures()
+    assert (slot, error.reason) == (0, "unsatisfiable")
+    assert "after 2 tokens" in str(error)
 
 
 def nonsense(count: int) -> list:
