@@ -80,6 +80,11 @@ def make_request(
     try:
         request = _request(prompt, index, options, tokenizer, cfg, folder)
         _check_tokens(request, cfg, max_length)
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"{place}: half a character, {error.object[error.start]!r}, stands in a text or a name; "
+            "correct it"
+        ) from None
     except (TypeError, ValueError) as error:
         kind = TypeError if isinstance(error, TypeError) else ValueError
         raise kind(f"{place}: {error}") from None

@@ -17,6 +17,7 @@ import numpy as np
 
 from deepinfer_jax import steps
 from deepinfer_jax.images import encoding
+from deepinfer_jax.images.features import Features, check_fits
 from deepinfer_jax.images.gallery import Gallery
 from deepinfer_jax.images.spans_in_prompt import ImageSpan, places_of
 from deepinfer_jax.loading import Model
@@ -189,3 +190,6 @@ def _check_images(
                     f"sequence, got one at {places.start} of {len(places)} tokens"
                 )
             before = places.stop
+        for span in spans:
+            if isinstance(span.picture, Features):
+                check_fits(span.picture, model.cfg, model.numerics)

@@ -2,6 +2,7 @@
 
 import base64
 import dataclasses
+import io
 import json
 
 import numpy as np
@@ -33,6 +34,11 @@ def request(prompt, cfg=None, **more):
 def shown(made):
     """The prompt as text, one token for each image."""
     return TOKENIZER.decode(without_spans(made.tokens, made.images, VISION))
+
+
+def cut_short():
+    """An image of Pillow whose file ends too soon, which shows where it is decoded."""
+    return Image.open(io.BytesIO(encoded(pattern(40, 60), "JPEG")[:-300]))
 
 
 def picture(pixels):
@@ -189,7 +195,14 @@ def test_an_image_is_the_same_however_it_is_handed_in(tmp_path):
         ({"prompt": "x", "images": [b"GIF89a"]}, "expected a PNG, JPEG or WebP file, got a GIF"),
         (user({"type": "image", "image": b"none"}), r"messages\[0\]\.content\[0\]: expected a PNG"),
         ({"prompt": "x", "images": [images.Picture(np.zeros((1, 3, 2, 2), np.float32), 1, 1)]},
-         "patches of 2 pixels, the model reads 4"),
+         "patches of 2 pixels a side, this model takes 4"),
+        ({"prompt": "x", "images": [sighted.picture(30, 30, 0)]}, "112 tokens, the model allows 64"),
+        ({"prompt": "x", "images": ["a\0b"]}, r"images\[0\]: a path has no NUL in it"),
+        ({"prompt": "x", "images": [Image.new("RGB", (0, 0))]}, "at least one pixel, got 0 x 0"),
+        ({"prompt": "x", "images": [cut_short()]}, r"images\[0\]: .* cannot be decoded: .*; get it"),
+        ({"prompt": "x", "images": [images.Features(np.zeros((1, 5), np.float32), 9, 9, "")]},
+         r"\[height \* width, D\] of a grid .*, got \[1, 5\] for 9 x 9"),
+        ({"prompt": "\ud800", "images": [WIDE]}, r"half a character, '\\ud800', stands in a text"),
         ({"prompt": "x", "golden_token_ids": [5, TOKEN]}, "must not hold 10, the image token"),
         ({"prompt": "x", "allowed_token_ids": [TOKEN]}, "nothing could be said .an image token ne"),
     ],
@@ -202,6 +215,10 @@ def test_images_that_do_not_fit_their_prompt_are_refused(prompt, said):
 def test_what_is_no_image_is_refused():
     with pytest.raises(TypeError, match=r"images\[0\]: an image is a path, .*; got 5"):
         request({"prompt": "x", "images": [5]})
+    rows = np.zeros((1, 5), np.float32)
+    for features, said in (((rows, 1.0, 1), "integers"), ((rows > 0, 1, 1), "floating")):
+        with pytest.raises(TypeError, match=rf"images\[0\]: .* of features must be .*{said}"):
+            request({"prompt": "x", "images": [images.Features(*features, "")]})
     with pytest.raises(TypeError, match=r"images\[0\]: pixels must be .*uint8, got float64"):
         request({"prompt": "x", "images": [WIDE / 255]})
 

@@ -7,11 +7,10 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.engine.calls import Shown
 from deepinfer_jax.engine.seats import Work
 from deepinfer_jax.images import encoding
-from deepinfer_jax.images.features import Features
+from deepinfer_jax.images.features import Features, check_fits
 from deepinfer_jax.images.gallery import Gallery
 from deepinfer_jax.images.pixels import Picture
 from deepinfer_jax.images.spans_in_prompt import places_of
@@ -33,23 +32,18 @@ def spans_of(request: Request, model: Model) -> tuple[Span, ...]:
         assert vision is not None, "the model has a tower"
         for image in request.images:
             places = places_of(image, vision)
-            found.append(Span(places.start, len(places), _key(image.picture, model.cfg)))
+            found.append(Span(places.start, len(places), _key(image.picture, model)))
         return tuple(found)
     except ValueError as error:
         raise ValueError(f"request {request.id!r}: {error}") from None
 
 
-def _key(image: Picture | Features, cfg: ModelConfig) -> bytes:
+def _key(image: Picture | Features, model: Model) -> bytes:
     """Equal keys, equal embeddings: of features their own bits, whatever they say they are of."""
     if isinstance(image, Picture):
         return b"picture " + image.key.encode()
+    check_fits(image, model.cfg, model.numerics)
     rows = np.ascontiguousarray(image.rows)
-    want = (image.height * image.width, cfg.hidden_size)
-    if rows.shape != want:
-        raise ValueError(
-            f"rows of features must be {want} for a grid of {image.height} x {image.width} and "
-            f"this model, got {rows.shape}; encode the picture with this model"
-        )
     digest = hashlib.blake2b(f"{image.height} {image.width} {rows.dtype} ".encode())
     digest.update(rows.view(np.uint8).data)
     return b"features " + digest.digest()

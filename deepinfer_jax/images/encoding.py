@@ -53,8 +53,10 @@ def encode_images(
         raise ValueError(f"batch must be at least 1, got {batch}")
     groups: dict[int, dict[str, Picture]] = {}
     for number, picture in enumerate(pictures):
-        _check(number, picture, cfg.vision)
-        size = size_class(picture.height, picture.width, cfg.vision.downsample_ratio)
+        try:
+            size = check_picture(picture, cfg.vision)
+        except ValueError as error:
+            raise ValueError(f"picture {number}: {error}") from None
         groups.setdefault(size, {})[picture.key] = picture
     calls = []
     for size, group in sorted(groups.items()):
@@ -85,6 +87,26 @@ def tower_of(params: Params, cfg: ModelConfig) -> Params:
             "tensors, or leave images out"
         )
     return params["vision"]
+
+
+def check_picture(picture: Picture, cfg: VisionConfig) -> int:
+    """The size class of a picture.
+
+    Raises ValueError for one that no tower of these sizes reads.
+    """
+    if picture.patch_size != cfg.patch_size:
+        raise ValueError(
+            f"the picture has patches of {picture.patch_size} pixels a side, this model takes "
+            f"{cfg.patch_size}; make it with this model's `cfg.vision`"
+        )
+    rows = span_length(*grid_of(picture, cfg))
+    if rows > cfg.max_image_tokens:
+        raise ValueError(
+            f"a picture of {picture.height} x {picture.width} patches would take {rows} tokens, "
+            f"the model allows {cfg.max_image_tokens} (max_image_tokens); make it with "
+            "picture_from_array, which resizes"
+        )
+    return size_class(picture.height, picture.width, cfg.downsample_ratio)
 
 
 def size_class(height: int, width: int, ratio: int) -> int:
@@ -154,18 +176,3 @@ def _parts(pictures: list[Picture], most: int) -> Iterator[list[Picture]]:
 
 def _usual_batch(size: int, numerics: Numerics) -> int:
     return max(1, _ROWS // size) if numerics.rows == "pallas" else 1
-
-
-def _check(number: int, picture: Picture, cfg: VisionConfig) -> None:
-    if picture.patch_size != cfg.patch_size:
-        raise ValueError(
-            f"picture {number} has patches of {picture.patch_size} pixels a side, this model takes "
-            f"{cfg.patch_size}; make it with this model's configuration"
-        )
-    rows = span_length(*grid_of(picture, cfg))
-    if rows > cfg.max_image_tokens:
-        raise ValueError(
-            f"picture {number} of {picture.height} x {picture.width} patches would take {rows} "
-            f"tokens, the model allows {cfg.max_image_tokens} (max_image_tokens); make it with "
-            "picture_from_array, which resizes"
-        )

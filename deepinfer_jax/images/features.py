@@ -14,6 +14,7 @@ import re
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from deepinfer_jax import safetensors
@@ -39,6 +40,39 @@ class Features:
     height: int
     width: int
     key: str
+
+
+def check(features: Features) -> None:
+    """Raise TypeError or ValueError for what cannot be features of any model."""
+    sides, rows = (features.height, features.width), features.rows
+    if any(isinstance(side, bool) or not isinstance(side, int) for side in sides):
+        raise TypeError(f"height and width of features must be integers, got {sides!r}")
+    if not isinstance(rows, np.ndarray | jax.Array) or not jnp.issubdtype(rows.dtype, jnp.floating):
+        kind = getattr(rows, "dtype", type(rows).__name__)
+        raise TypeError(f"rows of features must be an array of floating point, got {kind}")
+    if min(sides) < 1 or rows.ndim != 2 or len(rows) != sides[0] * sides[1]:
+        raise ValueError(
+            f"rows of features must be [height * width, D] of a grid of at least one cell, got "
+            f"{list(rows.shape)} for {sides[0]} x {sides[1]}; make them with encode_images"
+        )
+
+
+def check_fits(features: Features, cfg: ModelConfig, numerics: Numerics) -> None:
+    """Raise ValueError for features of another width than the model's, or of another dtype.
+
+    Rounded to that of the activations they would be those of no model.
+    """
+    want = (features.height * features.width, cfg.hidden_size)
+    if tuple(features.rows.shape) != want:
+        raise ValueError(
+            f"rows of features must be {want} for a grid of {features.height} x {features.width} "
+            f"and this model, got {tuple(features.rows.shape)}; encode the picture with this model"
+        )
+    if features.rows.dtype != jnp.dtype(numerics.dtype):
+        raise ValueError(
+            f"rows of features must be {numerics.dtype}, as activations are here, got "
+            f"{features.rows.dtype}; encode the picture with these numerics"
+        )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,7 +12,7 @@ import numpy as np
 
 from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.images import encoding, spans
-from deepinfer_jax.images.features import Features
+from deepinfer_jax.images.features import Features, check_fits
 from deepinfer_jax.images.pixels import Picture
 from deepinfer_jax.images.spans_in_prompt import grid_of
 from deepinfer_jax.numerics import Numerics
@@ -51,6 +51,7 @@ class Gallery:
         finite, and what the device raises where it fails at it.
         """
         if isinstance(image, Features):
+            check_fits(image, self._cfg, self._numerics)
             return self._span(image)
         found = self._kept.get(image.key)
         if found is None:

@@ -104,7 +104,10 @@ def picture_from_file(
                 f"the file has {size} bytes, at most {limits.max_bytes} are read: save it smaller "
                 "or raise ImageLimits.max_bytes"
             )
-        return picture_from_bytes(path.read_bytes(), vision, limits)
+        # No more than it says: files of the system say 0 and may have no end.
+        with open(path, "rb") as file:
+            data = file.read(size)
+        return picture_from_bytes(data, vision, limits)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
 
@@ -121,9 +124,17 @@ def picture_from_bytes(data: bytes, vision: VisionConfig, limits: ImageLimits = 
 def picture_from_image(image: Image, vision: VisionConfig) -> Picture:
     """The picture of an image of Pillow, in any mode (`decoding.rgb`).
 
-    Raises ValueError as `picture_from_array`.
+    Raises ValueError as `picture_from_array`, and where a file behind it is damaged or closed.
     """
-    return _picture(decoding.rgb(image), vision)
+    if 0 in image.size:
+        raise ValueError(f"an image has at least one pixel, got {image.size[0]} x {image.size[1]}")
+    try:
+        pixels = decoding.rgb(image)
+    except (ValueError, MemoryError):
+        raise
+    except Exception as error:  # of the file behind it, as in `decoding.decoded`
+        raise ValueError(f"the file of the image cannot be decoded: {error}; get it again") from None
+    return _picture(pixels, vision)
 
 
 def picture_from_array(pixels: np.ndarray, vision: VisionConfig) -> Picture:

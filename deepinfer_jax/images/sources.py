@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 
 from deepinfer_jax.config import VisionConfig
-from deepinfer_jax.images import pixels
+from deepinfer_jax.images import encoding, features, pixels
 from deepinfer_jax.images.features import Features
 from deepinfer_jax.images.limits import DEFAULT, ImageLimits
 from deepinfer_jax.images.pixels import Picture
@@ -40,18 +40,28 @@ def picture_of(
 
     A string is a data URL (`data:image/png;base64,...`) or a path; paths are relative to `folder`.
 
-    Raises TypeError or ValueError for what is none of these, cannot be read or is not one whole
-    picture within `limits`, and ImportError without Pillow, the extra `vision`.
+    Raises TypeError or ValueError for what is none of these, cannot be read, is not one whole
+    picture within `limits` or is larger than the model reads, and ImportError without Pillow, the
+    extra `vision`.
     """
-    if isinstance(source, Picture):
-        if source.patch_size != vision.patch_size:
-            raise ValueError(
-                f"the picture has patches of {source.patch_size} pixels, the model reads "
-                f"{vision.patch_size}: make it with this model's `cfg.vision`"
-            )
-        return source
     if isinstance(source, Features):
+        features.check(source)
         return source
+    picture = source if isinstance(source, Picture) else _read(source, vision, folder, limits)
+    encoding.check_picture(picture, vision)
+    return picture
+
+
+def listed(images: Any) -> Sequence[Any]:
+    """Images as a list: of one alone, of none."""
+    if images is None:
+        return ()
+    return list(images) if isinstance(images, list | tuple) else [images]
+
+
+def _read(
+    source: Source, vision: VisionConfig, folder: str | os.PathLike[str], limits: ImageLimits
+) -> Picture:
     if isinstance(source, np.ndarray):
         return pixels.picture_from_array(source, vision)
     if isinstance(source, bytes | bytearray | memoryview):
@@ -65,13 +75,6 @@ def picture_of(
     raise TypeError(f"an image is {_FORMS}; got {reprlib.repr(source)}")
 
 
-def listed(images: Any) -> Sequence[Any]:
-    """Images as a list: of one alone, of none."""
-    if images is None:
-        return ()
-    return list(images) if isinstance(images, list | tuple) else [images]
-
-
 def _from_path(
     source: str | os.PathLike[str], vision: VisionConfig, folder: str | os.PathLike[str],
     limits: ImageLimits,
@@ -83,7 +86,9 @@ def _from_path(
             f"images are not fetched, got the address {reprlib.repr(name)}: load it and give its "
             "path, its bytes or a data URL"
         )
-    path = Path(folder, name)
+    path = Path(folder, os.fsdecode(name))
+    if "\0" in str(path):
+        raise ValueError(f"a path has no NUL in it, got {reprlib.repr(str(name))}: correct it")
     try:
         return pixels.picture_from_file(path, vision, limits)
     except OSError as error:

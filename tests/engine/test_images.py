@@ -7,6 +7,7 @@ import functools
 import re
 
 import jax
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -56,7 +57,7 @@ def asking(model, prompts) -> list[Request]:
 
 def test_an_image_that_no_call_can_hold_is_refused_with_the_arithmetic():
     model = sighted.glance()
-    rows = np.zeros((30, model.cfg.hidden_size), np.float32)  # 5 x 6 cells take 37 places
+    rows = np.zeros((30, model.cfg.hidden_size), ml_dtypes.bfloat16)  # 5 x 6 cells take 37 places
     prompt = {"tokens": [3, TOKEN], "images": [Features(rows, 5, 6, "")], "max_tokens": 2}
     (request,) = asking(model, [prompt])
     says = "image of 37 tokens at 1, .* a step has 32 prompt rows: show a smaller image"
@@ -72,6 +73,12 @@ def test_what_the_model_cannot_show_is_refused():
     (request,) = asking(model, [{"tokens": [TOKEN], "images": [narrow], "id": "a"}])
     with pytest.raises(ValueError, match=r"request 'a': rows of features must be \(1, 96\)"):
         Engine(model, SIZES).submit(request)
+    rounded = Features(np.zeros((1, model.cfg.hidden_size), np.float32), 1, 1, "")
+    (other,) = asking(model, [{"tokens": [TOKEN], "images": [rounded], "id": "b"}])
+    with pytest.raises(ValueError, match="request 'b': .* must be bfloat16, .* got float32; enc"):
+        Engine(model, SIZES).submit(other)
+    with pytest.raises(ValueError, match="bfloat16"):
+        di.score_sequences(model, [other.tokens], images=[other.images])
     with pytest.raises(ValueError, match="request 'a': this model has no vision tower"):
         Engine(tiny_model.model(), SIZES).submit(request)
 
@@ -91,7 +98,7 @@ def test_an_image_is_no_repetition():
 def seen_by(model) -> list[Request]:
     """Prompts of 15 places and less, which end with an image; half of them show what others do."""
     ids, nan = [30, 41, 52, 63, 74], features(0, model)
-    nan = dataclasses.replace(nan, rows=nan.rows * np.nan)
+    nan = dataclasses.replace(nan, rows=np.full_like(nan.rows, np.nan))
     given = [
         ([*ids, TOKEN], [shown(0)]),
         ([*ids, TOKEN], [shown(3)]),
@@ -284,7 +291,7 @@ def test_nobody_begins_from_what_failed():
     """Two that begin alike with an image that fails: the second waits for the first, and fails."""
     model, ids = sighted.model(), [*range(20, 60)]
     nan = features(0, model)
-    nan = dataclasses.replace(nan, rows=nan.rows * np.nan)
+    nan = dataclasses.replace(nan, rows=np.full_like(nan.rows, np.nan))
     bad = [{"tokens": [5, TOKEN, *ids], "images": [nan], "id": f"bad {n}"} for n in (0, 1)]
     good = [{"tokens": [5, TOKEN, *ids], "images": [shown(0)], "id": f"good {n}"} for n in (0, 1)]
     asked = asking(model, [{**each, "max_tokens": 4, "seed": 2} for each in (*bad, *good)])

@@ -158,7 +158,7 @@ def test_what_is_refused():
         encode_images({}, [picture(2, 2)], CFG, NATIVE)
     with pytest.raises(ValueError, match="batch must be at least 1, got 0"):
         encode_images(weights(), [picture(2, 2)], CFG, NATIVE, batch=0)
-    with pytest.raises(ValueError, match=r"picture 1 of 30 x 30 .* 242 tokens, .* allows 200"):
+    with pytest.raises(ValueError, match=r"picture 1: .* of 30 x 30 .* 242 tokens, .* allows 200"):
         encode_images(weights(), [picture(2, 2), picture(30, 30)], CFG, NATIVE)
     other = dataclasses.replace(CFG, vision=dataclasses.replace(VISION, patch_size=3))
     with pytest.raises(ValueError, match="patches of 2 pixels a side, this model takes 3"):

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 
+import numpy as np
 import pytest
 
 from deepinfer_jax import images
@@ -98,7 +99,7 @@ def test_scores_of_prompts_with_images_are_the_samplers():
     seeing = sighted.glance()
     picture = sighted.picture(6, 9, 0)
     (made,) = images.encode_images(seeing.params, [picture], seeing.cfg, seeing.numerics)
-    broken = dataclasses.replace(made, rows=made.rows * float("nan"))
+    broken = dataclasses.replace(made, rows=np.full_like(made.rows, np.nan))
     wanted = dataclasses.replace(PARAMS, max_tokens=2, prompt_logprobs=True, top_logprobs=3)
     prompts = [
         {"prompt_token_ids": [5, TOKEN, 7, 8], "multi_modal_data": {"image": image}}
