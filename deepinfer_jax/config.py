@@ -7,12 +7,11 @@ fixes the bits, see `numerics`), and the sizes of caches and batches (which chan
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from deepinfer_jax import validity
+from deepinfer_jax import strict_json, validity
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -196,12 +195,7 @@ class ModelConfig:
             raise FileNotFoundError(
                 f"no config.json at {path}: give a model folder or the path of its config.json"
             )
-        try:
-            data = json.loads(path.read_text(encoding="utf-8"))
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path} is not JSON: {error}") from None
-        except RecursionError:
-            raise ValueError(f"{path} is nested too deep for a configuration") from None
+        data = strict_json.read_object(path)
         try:
             return cls.from_dict(data)
         except ValueError as error:

@@ -1,9 +1,26 @@
-"""JSON that can mean one thing only: hooks for `json.loads`."""
+"""JSON that can mean one thing only: hooks for `json.loads`, and files of one object."""
 
 from __future__ import annotations
 
+import json
 import reprlib
+from pathlib import Path
 from typing import Any
+
+
+def read_object(path: Path, mend: str = "get it again") -> dict[str, Any]:
+    """The object that a file holds. Raises ValueError, with the path and `mend`, for another."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 ({error.reason}); {mend}") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is not JSON: {error}; {mend}") from None
+    except RecursionError:
+        raise ValueError(f"{path} is nested too deep; {mend}") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} must hold a JSON object, got {reprlib.repr(value)}; {mend}")
+    return value
 
 
 def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -392,6 +392,7 @@ def test_a_tensor_in_two_shards_is_refused(copy: Path) -> None:
     [
         "{",
         "[]",
+        "[" * 100_000,
         '{"weight_map": 3}',
         '{"weight_map": {"a": 3}}',
         '{"weight_map": {"a": "../b"}}',
@@ -402,7 +403,8 @@ def test_a_tensor_in_two_shards_is_refused(copy: Path) -> None:
 def test_an_unusable_index_is_refused(text: str, tmp_path: Path) -> None:
     (tmp_path / INDEX).write_text(text)
     with pytest.raises(
-        ValueError, match=r"index\.json (is no index|must map tensor names to file)"
+        ValueError,
+        match=r"index\.json (is no index|must map tensor names to file|is not JSON|is nested|must ho)",
     ):
         checkpoint.load_params(tmp_path, CONFIG)
 

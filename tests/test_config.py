@@ -230,10 +230,11 @@ def test_a_missing_flat_field_is_named() -> None:
         ModelConfig.from_dict(data)
 
 
-@pytest.mark.parametrize("text", ["{", "[]", "3"])
-def test_what_is_no_json_object_is_refused(text: str, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(text)
-    with pytest.raises(ValueError, match=r"config.json.*(is not JSON|must be an object)"):
+@pytest.mark.parametrize("content", [b"{", b"[]", b"3", b"\xff"])
+def test_what_is_no_json_object_is_refused(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes(content)
+    said = r"config.json (is not JSON|must hold a JSON object|is not UTF-8).*; get it again"
+    with pytest.raises(ValueError, match=said):
         ModelConfig.from_json(tmp_path)
 
 

@@ -165,6 +165,10 @@ def test_a_vocabulary_without_a_control_token_is_refused():
 def test_a_folder_without_a_tokenizer_is_refused(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"no tokenizer\.json in"):
         text.load_tokenizer(tmp_path)
+    for broken in (b"", b"{}", b"[]", b"\xff", b"[" * 100_000, b'{"model": '):
+        (tmp_path / "tokenizer.json").write_bytes(broken)
+        with pytest.raises(ValueError, match=r"tokenizer\.json is no tokenizer: .*; get it again"):
+            text.load_tokenizer(tmp_path)
 
 
 # --- decoding ----------------------------------------------------------------------------------
@@ -341,6 +345,13 @@ def test_a_sidecar_of_another_size_is_refused(folder, field):
     sidecar[field] += 1
     path.write_text(json.dumps(sidecar), "utf-8")
     with pytest.raises(ValueError, match="size, compressed size"):
+        text.load_token_map(folder)
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", b"[]", b"\xff", b"[" * 100_000])
+def test_a_sidecar_that_is_none_is_refused(folder, content):
+    (folder / "engram_token_map.json").write_bytes(content)
+    with pytest.raises(ValueError, match=r"engram_token_map\.json .*; restore it, or derive"):
         text.load_token_map(folder)
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import json
+import reprlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from deepinfer_jax import safetensors
+from deepinfer_jax import safetensors, strict_json
 from deepinfer_jax.params import Spec
 from deepinfer_jax.safetensors import Shard, Tensor
 
@@ -75,10 +75,11 @@ def _weight_map(folder: Path) -> dict[str, str] | None:
         raise FileNotFoundError(f"no {SINGLE} and no {INDEX} in {folder}: give a checkpoint folder")
     if single.is_file():
         raise ValueError(f"{folder} has both {SINGLE} and {INDEX}: remove the stale one")
-    try:
-        placed = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{index} is no index with an object 'weight_map': {error!r}") from None
+    placed = strict_json.read_object(index).get("weight_map")
+    if not isinstance(placed, dict):
+        raise ValueError(
+            f"{index} is no index with an object 'weight_map', got {reprlib.repr(placed)}"
+        )
     wrong = [f"{k!r}: {v!r}" for k, v in placed.items() if not _is_file_name(v)]
     if wrong:
         raise ValueError(f"{index} must map tensor names to file names, got {some(wrong)}")

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from deepinfer_jax import strict_json
 from deepinfer_jax.planning.confidence import LOGIT_LIMIT
 
 BINS = 15
@@ -123,7 +124,7 @@ def load_temperatures(path: str | Path, drafts: int) -> tuple[float, ...]:
     Raises ValueError where the file holds something else; its name is in the message.
     """
     try:
-        found = json.loads(Path(path).read_text(encoding="utf-8"))["temperatures"]
+        found = strict_json.read_object(Path(path))["temperatures"]
         values = tuple(float(each) for each in found)
     except (ValueError, TypeError, KeyError) as error:
         raise ValueError(f"{path} holds no temperatures ({error!r}); fit them again") from None

@@ -147,7 +147,7 @@ def read_table(path: str | Path) -> CostTable:
         raise BrokenCostTable(f"{path} is no cost table ({error}); {REMEDY}") from error
     try:
         return _parse(json.loads(text))
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, RecursionError) as error:
         raise BrokenCostTable(f"{path} is no cost table ({error}); {REMEDY}") from error
 
 

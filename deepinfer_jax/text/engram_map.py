@@ -14,11 +14,14 @@ import unicodedata
 import numpy as np
 import tokenizers
 
+from deepinfer_jax import strict_json
+
 MAP_FILE = "engram_token_map.bin"
 SIDECAR_FILE = "engram_token_map.json"
 TOKENIZER_FILE = "tokenizer.json"
 
 _LONE_SPACE = "\ue000"  # stands for a text that is exactly one space while both ends are stripped
+_FIELDS = ("size", "compressed_size", "map_sha256", "tokenizer_sha256")  # of the sidecar
 _SPACES = re.compile(r"[ \t\r\n]+")
 
 
@@ -80,7 +83,11 @@ def load_token_map(folder: str | pathlib.Path) -> np.ndarray:
                 f"{name} is missing in {folder}; save_token_map(folder) derives the map from "
                 f"{TOKENIZER_FILE}"
             )
-    sidecar = json.loads((folder / SIDECAR_FILE).read_text("utf-8"))
+    mend = "restore it, or derive the map again with save_token_map(folder)"
+    sidecar = strict_json.read_object(folder / SIDECAR_FILE, mend)
+    lacking = [field for field in _FIELDS if field not in sidecar]
+    if lacking:
+        raise ValueError(f"{folder / SIDECAR_FILE} lacks {', '.join(lacking)}; {mend}")
     data = (folder / MAP_FILE).read_bytes()
     for name, content, field in (
         (MAP_FILE, data, "map_sha256"),

@@ -16,11 +16,19 @@ BOS, EOS, PAD = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", 
 
 
 def load_tokenizer(folder: str | pathlib.Path) -> "Tokenizer":
-    """The tokenizer in `folder`. Raises FileNotFoundError without a tokenizer.json there."""
+    """The tokenizer in `folder`.
+
+    Raises FileNotFoundError without a tokenizer.json there, ValueError for one that cannot be read.
+    """
     path = pathlib.Path(folder) / TOKENIZER_FILE
     if not path.is_file():
         raise FileNotFoundError(f"no {TOKENIZER_FILE} in {folder}; give the model's folder")
-    return Tokenizer(path.read_text("utf-8"))
+    try:
+        return Tokenizer(path.read_text("utf-8"))
+    except OSError:
+        raise
+    except Exception as error:  # the library knows no other
+        raise ValueError(f"{path} is no tokenizer: {error}; get it again") from None
 
 
 class Tokenizer:
