@@ -295,9 +295,11 @@ def test_sorting_changes_nothing_where_nothing_is_to_do(tmp_path):
     path, link = tmp_path / "a.jsonl", tmp_path / "link.jsonl"
     link.symlink_to(path)
     for order, moved in (([0, 2, 5], False), ([2, 5, 0], True), ([], False)):
-        path.write_text("".join(f'{{"index": {n}}}\n' for n in order))
+        path.write_text("".join(f'{{"id": "n{n}", "index": {n}}}\n' for n in order))
         path.chmod(0o640)
-        assert records.put_in_order(link) == moved
+        places = {f"n{n}": n for n in range(6)}
+        assert not records.settle(link, places, in_order=False)
+        assert records.settle(link, places, in_order=True) == moved
         assert [line["index"] for line in lines_of(path)] == sorted(order)
         assert path.stat().st_mode & 0o777 == 0o640
         assert link.is_symlink()
@@ -314,6 +316,106 @@ def test_files_must_differ(engines, prompts, tmp_path, capsys):
     ):
         assert run("--prompts", prompts, *flags) == 2
         assert message in capsys.readouterr().err
+    assert not engines
+
+
+def test_lines_of_earlier_runs_get_the_places_that_prompts_have_now(engines, prompts, tmp_path):
+    """A prompt that comes between others moves those behind it; names keep replies what they are."""
+    named = [json.dumps({**json.loads(line), "id": f"n{k}"}) for k, line in enumerate(GOOD)]
+    prompts.write_text("\n".join(named[::2]) + "\n")
+    out = tmp_path / "out.jsonl"
+    flags = ["--prompts", prompts, "--out", out, "--no-timing"]
+    assert run(*flags) == 0
+    prompts.write_text("\n".join(named) + "\n")
+    assert run(*flags, "--resume") == 0
+    assert {line["id"]: line["index"] for line in lines_of(out)} == {
+        f"n{k}": k for k in range(COUNT)
+    }
+    assert run(*flags, "--resume", "--in-order") == 0
+    assert out.read_bytes() == whole(engines, prompts)
+
+
+def test_where_there_is_no_room_to_sort_all_results_stay(engines, prompts, tmp_path, capsys):
+    out = tmp_path / "out.jsonl"
+    flags = ["--prompts", prompts, "--out", out, "--no-timing"]
+    assert run(*flags) == 0
+    before = out.read_bytes()
+    (tmp_path / "out.jsonl.sorting").symlink_to("/dev/full")
+    assert run(*flags, "--resume", "--in-order") == 1
+    assert "has all results, but not in their places: " in capsys.readouterr().err
+    assert out.read_bytes() == before
+    assert run(*flags, "--resume", "--in-order") == 0
+    assert out.read_bytes() == whole(engines, prompts)
+
+
+def test_a_second_result_of_one_request_is_refused(engines, prompts, tmp_path, capsys):
+    out = tmp_path / "out.jsonl"
+    flags = ["--prompts", prompts, "--out", out, "--in-order", "--no-timing"]
+    assert run(*flags) == 0
+    lines = out.read_bytes().splitlines(keepends=True)
+    for twice in ([*lines[:3], lines[1]], [*lines[:3], lines[1].rstrip()]):
+        out.write_bytes(b"".join(twice))
+        assert run(*flags, "--resume") == 2
+        assert f"{out}:4: the result of id '1' stands in line 2 already" in capsys.readouterr().err
+        assert out.read_bytes() == b"".join(twice)
+
+
+def test_two_runs_do_not_write_to_one_file(engines, prompts, tmp_path, capsys):
+    out, flags = tmp_path / "out.jsonl", ["--prompts", prompts, "--no-timing", "--in-order"]
+    seen = []
+
+    def second(count):
+        if count == 3 and not seen:
+            for other in (["--out", out, "--resume"], ["--out", tmp_path / "2", "--metrics", out]):
+                seen.append(run(*flags, *other))
+
+    engines.make = {"heard": second}
+    assert run(*flags, "--out", out) == 0
+    assert seen == [2, 2]
+    said = capsys.readouterr().err
+    assert f"--out {out} is being written by another run: wait for its end" in said
+    assert out.read_bytes() == whole(engines, prompts)
+    assert run(*flags, "--out", out, "--resume") == 0
+
+
+def test_a_run_that_is_refused_leaves_the_errors_of_the_last_one(
+    engines, prompts, tmp_path, capsys
+):
+    with_bad_lines(prompts)
+    out, errors = tmp_path / "out.jsonl", tmp_path / "out.errors.jsonl"
+    flags = ["--prompts", prompts, "--out", out, "--resume"]
+    assert run(*flags) == 1
+    before = errors.read_bytes()
+    assert run(*flags, "--metrics", tmp_path / "no" / "m") == 2
+    results = out.read_bytes()
+    out.write_bytes(results.replace(b'"numerics": "', b'"numerics": "x'))
+    assert run(*flags) == 2
+    assert "was made with other numerics" in capsys.readouterr().err
+    assert errors.read_bytes() == before
+    out.write_bytes(results)
+    prompts.write_text("\n".join(GOOD) + "\n")
+    assert run(*flags) == 0
+    assert not errors.exists()
+
+
+@pytest.mark.parametrize(
+    ("flag", "content", "message"),
+    [
+        ("--json-schema", None, "schema cannot be read: No such file or directory"),
+        ("--json-schema", b"\xff", "schema is not UTF-8: write it anew"),
+        ("--json-schema", b"{", "schema: schema is not a JSON schema"),
+        ("--out", None, "cannot be written: File name too long"),
+        ("--errors", None, "cannot be written: File name too long"),
+        ("--shard", None, "--shard must be i/n"),
+    ],
+)
+def test_what_is_refused_is_named(engines, prompts, tmp_path, capsys, flag, content, message):
+    path = tmp_path / "schema"
+    if content is not None:
+        path.write_bytes(content)
+    value = {"--json-schema": path, "--shard": "1/" + "9" * 5000}.get(flag, tmp_path / ("a" * 300))
+    assert run("--prompts", prompts, flag, value) == 2
+    assert message in capsys.readouterr().err
     assert not engines
 
 
@@ -389,6 +491,24 @@ def test_metrics_are_records_of_every_step(engines, prompts, tmp_path, capsys):
     assert {record.kind for record in found} == {"decode"}
     assert run("--prompts", prompts, "--metrics", path) == 2
     assert "holds something already: add --resume to append" in capsys.readouterr().err
+
+
+def test_metrics_are_joined_to_metrics_only(engines, prompts, tmp_path, capsys):
+    """And to whole lines: where the power went, the last one may be torn."""
+    path, out = tmp_path / "steps.jsonl", tmp_path / "out.jsonl"
+    flags = ["--prompts", prompts, "--out", out, "--resume", "--metrics"]
+    assert run(*flags, path) == 0
+    steps, results = path.read_bytes(), out.read_bytes()
+    assert run(*flags, tmp_path / "copy") == 0
+    other = tmp_path / "other.jsonl"
+    other.write_bytes(results)
+    assert run(*flags, other) == 2
+    assert f"--metrics {other} is no file of steps" in capsys.readouterr().err
+    assert other.read_bytes() == results
+    path.write_bytes(steps[:-20])
+    prompts.write_text("\n".join([*GOOD, '{"prompt": "more"}']) + "\n")
+    assert run(*flags, path) == 0
+    assert len(read_metrics(path)) == COUNT
 
 
 def test_metrics_that_cannot_be_written_do_not_stop_the_run(engines, prompts, tmp_path, capsys):

@@ -4,31 +4,50 @@ from __future__ import annotations
 
 import contextlib
 import os
+import stat
 from pathlib import Path
 
 from deepinfer_jax.cli.refusal import Failed, Refused
+
+try:
+    import fcntl
+except ImportError:  # no Unix: there two runs can write to one file
+    fcntl = None
 
 
 class LineFile:
     """A file to append whole lines to, each by one call of the system, nothing held back.
 
     What was written survives the end of the process, also by `kill -9`; `close` asks the system to
-    bring it to the disk. Where a line does not fit on the disk its beginning is taken back.
+    bring it to the disk. Where a line does not fit on the disk its beginning is taken back. While
+    it is open no other run can write to it.
     """
 
     encoding = "utf-8"
 
-    def __init__(self, path: Path, *, name: str, fresh: bool = False) -> None:
-        """`name`: the option that named it, for errors. `fresh`: what it holds is dropped.
+    def __init__(self, path: Path, *, name: str) -> None:
+        """`name`: the option that named it, for errors.
 
-        Raises Refused where it cannot be written.
+        Raises Refused where it cannot be written, or another run writes to it.
         """
         self.path, self._name = path, name
-        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | (os.O_TRUNC if fresh else 0)
+        self._number: int | None = None
         try:
-            self._number: int | None = os.open(path, flags, 0o666)
+            number = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
         except OSError as error:
             raise Refused(f"{name} {path} cannot be written: {error.strerror}") from None
+        if not _locked(number):
+            os.close(number)
+            raise Refused(
+                f"{name} {path} is being written by another run: wait for its end, or give another "
+                "file"
+            )
+        self._number = number
+
+    def clear(self) -> None:
+        """Drop what it holds."""
+        assert self._number is not None, "the file is closed"
+        os.ftruncate(self._number, 0)
 
     def write(self, line: str) -> None:
         """Append `line`, which ends with its newline. Raises Failed where that cannot be done."""
@@ -54,6 +73,22 @@ class LineFile:
         with contextlib.suppress(OSError):  # no regular file
             os.fsync(number)
         os.close(number)
+
+
+def _locked(number: int) -> bool:
+    """Have a regular file for this process, until it is closed; False where another one has it.
+
+    A file system without locks has nobody to ask.
+    """
+    if fcntl is None or not stat.S_ISREG(os.fstat(number).st_mode):
+        return True
+    try:
+        fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+    return True
 
 
 def check_folder(path: Path, name: str) -> None:

@@ -23,8 +23,8 @@ def default_path(out: Path | None) -> Path | None:
 class Failures:
     """Writes a line for every prompt that got no reply; without a path it only counts them.
 
-    The file is of the latest run: whatever failed before is tried again by `--resume`. Where
-    nothing has failed there is no file.
+    The file is of the latest run: whatever failed before is tried again by `--resume`, and stands
+    there until that begins. Where nothing has failed there is no file.
     """
 
     def __init__(self, path: Path | None, *, resume: bool) -> None:
@@ -43,7 +43,12 @@ class Failures:
                 )
             if not _is_ours(path):
                 raise Refused(f"--errors {path} is no file of errors: give another one")
-        self._file = LineFile(path, name="--errors", fresh=path.is_file())
+        self._file = LineFile(path, name="--errors")
+
+    def begin(self) -> None:
+        """The run begins: what an earlier one has written is dropped."""
+        if self._file is not None and self.path is not None and self.path.is_file():
+            self._file.clear()
 
     def refuse(self, given: Given, index: int, name: Any, reason: str) -> None:
         """A prompt that cannot be run."""

@@ -135,6 +135,8 @@ def check_files(args: argparse.Namespace) -> None:
     """Refuse files that do not go together, before anything is read or written."""
     if args.resume and args.out is None:
         raise Refused("--resume needs --out FILE, the file to go on with")
+    for name in ("out", "errors", "metrics"):
+        _check_path(f"--{name}", getattr(args, name))
     errors = args.errors or failures.default_path(args.out)
     prompts = None if args.prompts in (None, "-") else Path(args.prompts)
     beside = [("--errors", errors), ("--metrics", args.metrics)]
@@ -149,3 +151,16 @@ def check_files(args: argparse.Namespace) -> None:
         return  # no such file, said where it is read; or standard input in memory
     if os.path.samestat(source, args.out.stat()):
         raise Refused(f"--out {args.out} is the file of the prompts: results need one of their own")
+
+
+def _check_path(name: str, path: Path | None) -> None:
+    """Refuse what can be the path of no file here: too long, behind a file, in a closed folder."""
+    if path is None:
+        return
+    try:
+        path.stat()
+    except FileNotFoundError:
+        return  # made later, in a folder that is looked for then
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        raise Refused(f"{name} {path} cannot be written: {why}; give another file") from None

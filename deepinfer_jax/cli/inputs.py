@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import io
+import re
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -15,6 +16,9 @@ from deepinfer_jax.cli.refusal import Refused
 if TYPE_CHECKING:
     from deepinfer_jax.grammar import Grammar
     from deepinfer_jax.requests import Options, Request
+
+
+_DIGITS = re.compile("[0-9]{1,9}")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -56,7 +60,7 @@ def shard_of(text: str | None) -> Shard:
     if text is None:
         return Shard()
     number, slash, count = text.partition("/")
-    if slash and all(part.isdecimal() and part.isascii() for part in (number, count)):
+    if slash and all(_DIGITS.fullmatch(part) for part in (number, count)):
         shard = Shard(int(number), int(count))
         if shard.number < shard.count:
             return shard
@@ -144,14 +148,24 @@ def _options(args: argparse.Namespace) -> Options:
 
 
 def _grammar(args: argparse.Namespace) -> Grammar | None:
-    """Of --json-schema or --regex. Raises ValueError or OSError for one that cannot be read."""
+    """Of --json-schema or --regex. Raises ValueError for one that is none or cannot be read."""
     from deepinfer_jax.grammar import Grammar
 
     if args.json_schema is not None and args.regex is not None:
         raise ValueError("give --json-schema or --regex, one of the two")
-    if args.json_schema is not None:
-        return Grammar("json", args.json_schema.read_text(encoding="utf-8"))
-    return None if args.regex is None else Grammar("regex", args.regex)
+    if args.regex is not None:
+        return Grammar("regex", args.regex)
+    if args.json_schema is None:
+        return None
+    name = f"--json-schema {args.json_schema}"
+    try:
+        return Grammar("json", args.json_schema.read_text(encoding="utf-8-sig"))
+    except OSError as error:
+        raise ValueError(f"{name} cannot be read: {error.strerror or error}") from None
+    except UnicodeDecodeError:
+        raise ValueError(f"{name} is not UTF-8: write it anew") from None
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
 
 
 def reconfigure(stream: TextIO, *, errors: str, encoding: str | None = None) -> None:

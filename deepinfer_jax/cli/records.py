@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import contextlib
 import dataclasses
 import json
 import os
@@ -195,16 +196,25 @@ def finished(path: Path, asked: Sequence[Mapping[str, Any]]) -> dict[str, str]:
 
     A torn last line is cut off; a whole one that lacks only its newline is given it.
 
-    Raises Refused, and leaves the file alone, where a line is not a result of these requests or
-    the end of the file cannot be a torn one.
+    Raises Refused, and leaves the file alone, where a line is not a result of these requests, a
+    second one of the same, or the end of the file cannot be a torn one.
     """
     data = path.read_bytes()
     wanted = {str(one["id"]): json.loads(_json(one)) for one in asked}
     *lines, tail = data.split(b"\n")
-    found = dict(_finished(f"{path}:{i}", line, wanted) for i, line in enumerate(lines, 1))
     place = f"{path}:{len(lines) + 1}"
-    if _begins_with_a_value(tail):
-        found.update([_finished(place, tail, wanted)])
+    whole = _begins_with_a_value(tail)
+    found: dict[str, str] = {}
+    first: dict[str, int] = {}
+    for number, line in enumerate([*lines, tail] if whole else lines, 1):
+        name, numerics = _finished(f"{path}:{number}", line, wanted)
+        if name in found:
+            raise Refused(
+                f"{path}:{number}: the result of id {reprlib.repr(name)} stands in line "
+                f"{first[name]} already: remove one of the two, or give another file with --out"
+            )
+        found[name], first[name] = numerics, number
+    if whole:
         with open(path, "ab") as file:
             file.write(b"\n")
     elif tail:
@@ -226,34 +236,55 @@ def result_of(line: bytes) -> Mapping[str, Any] | None:
     return value if all(isinstance(value.get(key), KINDS[key]) for key in keys) else None
 
 
-def put_in_order(path: Path) -> bool:
-    """Sort the lines of `path` by the index of their prompts; whether there was anything to do.
+def settle(path: Path, places: Mapping[str, int], *, in_order: bool) -> bool:
+    """Give the lines of `path` the `places` of their prompts, by their ids, as `index`, and sort
+    them by it if `in_order`; whether there was anything to do.
 
-    A run that was interrupted, or a retry, leaves lines behind those that should follow them. The
-    sorted file takes the place of the other in one step of the system. Raises OSError where there
-    is no room for it.
+    Where prompts came between others, lines of earlier runs have the places of then; one that was
+    interrupted, or a retry, leaves lines behind those that should follow them. The new file takes
+    the place of the other in one step of the system.
+
+    Raises Failed where there is no room for it; the other one stays.
     """
     path = path.resolve()
-    places, start = [], 0
-    with open(path, "rb") as lines:
-        for line in lines:
-            places.append((json.loads(line)["index"], start, len(line)))
+    lines, start, moved = [], 0, False
+    with open(path, "rb") as source:
+        for line in source:
+            value = json.loads(line)
+            index = places[str(value["id"])]
+            moved = moved or index != value["index"]
+            lines.append((index, start, len(line)))
             start += len(line)
-    if places == sorted(places):
+    ordered = sorted(lines) if in_order else lines
+    if not moved and lines == ordered:
         return False
     beside = path.with_name(path.name + ".sorting")
     try:
         with open(path, "rb") as source, open(beside, "wb") as target:
-            for _, start, length in sorted(places):
+            for index, start, length in ordered:
                 source.seek(start)
-                target.write(source.read(length))
+                target.write(_placed(source.read(length), index))
             target.flush()
             os.fsync(target.fileno())
         shutil.copymode(path, beside)
         os.replace(beside, path)
+    except OSError as error:
+        raise Failed(
+            f"--out {path} has all results, but not in their places: {beside}: {error.strerror}; "
+            "make room, and the same command puts them there"
+        ) from None
     finally:
-        beside.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            beside.unlink(missing_ok=True)
     return True
+
+
+def _placed(line: bytes, index: int) -> bytes:
+    """The line of a result with this place."""
+    value = json.loads(line)
+    if value["index"] == index:
+        return line
+    return f"{_json({**value, 'index': index})}\n".encode()
 
 
 def check_numerics(path: Path, found: Mapping[str, str], numerics: str) -> None:

@@ -72,12 +72,17 @@ def answer(args: argparse.Namespace, given: Sequence[Given]) -> int:
     require_device()
     with contextlib.ExitStack() as opened:
         files = _open(args, work, errors, opened)
-        _refuse(work, files.failures)
+        if work.bad:
+            first = next(iter(work.bad.values())).reason
+            print(f"{len(work.bad)} prompts cannot be run, the first: {first}", file=sys.stderr)
         indices = [i for i, each in work.requests.items() if str(each.id) not in files.skip]
         if work.requests or not work.bad:
             _run(args, work, indices, files)
-    if args.out and args.in_order and args.resume:
-        records.put_in_order(args.out)
+        else:
+            _begin(work, files)
+        if args.out and args.resume:
+            places = {str(each.id): index for index, each in work.requests.items()}
+            records.settle(args.out, places, in_order=args.in_order)
     failures, done = files.failures, len(indices) - files.failures.failed
     if failures.failed or failures.refused:
         total = len(indices) + failures.refused
@@ -135,13 +140,13 @@ def _open(
     return Files(out, failures, metrics, skip)
 
 
-def _refuse(work: Work, failures: Failures) -> None:
-    """Say which prompts cannot be run."""
+def _begin(work: Work, files: Files) -> None:
+    """Nothing is left that could refuse the run: its file of errors takes the place of another's,
+    beginning with the prompts that cannot be run.
+    """
+    files.failures.begin()
     for index, bad in work.bad.items():
-        failures.refuse(work.given[index], index, bad.name, bad.reason)
-    if work.bad:
-        first = next(iter(work.bad.values())).reason
-        print(f"{len(work.bad)} prompts cannot be run, the first: {first}", file=sys.stderr)
+        files.failures.refuse(work.given[index], index, bad.name, bad.reason)
 
 
 def _run(args: argparse.Namespace, work: Work, indices: Sequence[int], files: Files) -> None:
@@ -158,6 +163,7 @@ def _run(args: argparse.Namespace, work: Work, indices: Sequence[int], files: Fi
     slots = engine.slots_for(max(len(indices), 1), args.batch_size)
     policy = policy_of(args.speculative, model, slots)
     if not indices:
+        _begin(work, files)
         print("nothing is missing", file=sys.stderr)
         return
     one = len(args.prompt) == 1 and not files.skip
@@ -168,6 +174,7 @@ def _run(args: argparse.Namespace, work: Work, indices: Sequence[int], files: Fi
             indices=indices, timed=not args.no_timing,
         )  # fmt: skip
     if one or lines is None:
+        _begin(work, files)
         _stream(model, work.requests[indices[0]], lines, policy)
     else:
         _many(args, model, work, indices, files, lines, policy)
@@ -204,6 +211,7 @@ def _many(
         )
     except ValueError as error:
         raise Refused(str(error)) from None
+    _begin(work, files)
     progress = Progress(len(due), sys.stderr)
     try:
         with Interrupts(running) as interrupts:
