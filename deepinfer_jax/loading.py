@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import reprlib
 from pathlib import Path
 from typing import Any, Literal
 
@@ -157,6 +158,8 @@ def _in_memory(params: Params, cfg: ModelConfig, weights: str) -> Params:
 
 def find_folder(model: str | Path) -> Path:
     """The folder of a shipped model or the given folder; FileNotFoundError tells what there is."""
+    if not isinstance(model, str | Path):
+        raise TypeError(f"model must be the name of a model or a path, got {reprlib.repr(model)}")
     shipped = resources.model_names()
     if model in shipped:
         return resources.model_folder(str(model))

@@ -81,16 +81,20 @@ def make_request(
         request = _request(prompt, index, options, tokenizer, cfg, folder)
         _check_tokens(request, cfg, max_length)
     except UnicodeEncodeError as error:
-        raise ValueError(
-            f"{place}: half a character, {error.object[error.start]!r}, stands in a text or a name; "
-            "correct it"
-        ) from None
+        raise ValueError(f"{place}: {half(error)}") from None
     except (TypeError, ValueError) as error:
         kind = TypeError if isinstance(error, TypeError) else ValueError
         raise kind(f"{place}: {error}") from None
     except RecursionError:
         raise ValueError(f"{place} is nested too deep to be rendered; flatten it") from None
     return request
+
+
+def half(error: UnicodeEncodeError) -> str:
+    """Of a text that cannot be encoded: what is wrong with it."""
+    return (
+        f"half a character, {error.object[error.start]!r}, stands in a text or a name; correct it"
+    )
 
 
 def prompt_name(prompt: Any, index: int) -> str | int | None:

@@ -131,8 +131,7 @@ class Options:
         for text in stop:
             if not isinstance(text, str) or not text or SURROGATE.search(text):
                 raise ValueError(
-                    "stop must be non-empty strings of whole characters, got "
-                    f"{reprlib.repr(text)}"
+                    f"stop must be non-empty strings of whole characters, got {reprlib.repr(text)}"
                 )
         object.__setattr__(self, "stop", stop)
         ids = _token_ids("stop_token_ids", self.stop_token_ids)
@@ -228,8 +227,7 @@ def _biases(given: Any) -> tuple[tuple[int, float], ...]:
     for pair in pairs:
         if isinstance(pair, str | bytes) or not isinstance(pair, Sequence) or len(pair) != 2:
             raise TypeError(
-                "logit_bias must be a mapping or pairs (token id, bias), got "
-                f"{reprlib.repr(pair)}"
+                f"logit_bias must be a mapping or pairs (token id, bias), got {reprlib.repr(pair)}"
             )
         token, bias = pair
         digits = isinstance(token, str) and token.isascii() and token.isdigit()

@@ -404,7 +404,7 @@ def test_an_unusable_index_is_refused(text: str, tmp_path: Path) -> None:
     (tmp_path / INDEX).write_text(text)
     with pytest.raises(
         ValueError,
-        match=r"index\.json (is no index|must map tensor names to file|is not JSON|is nested|must ho)",
+        match=r"index\.json (is no index|must map tensor|is not JSON|is nested|must hold)",
     ):
         checkpoint.load_params(tmp_path, CONFIG)
 

@@ -320,7 +320,7 @@ def test_files_must_differ(engines, prompts, tmp_path, capsys):
 
 
 def test_lines_of_earlier_runs_get_the_places_that_prompts_have_now(engines, prompts, tmp_path):
-    """A prompt that comes between others moves those behind it; names keep replies what they are."""
+    """A prompt that comes between others moves those behind it; replies go by names."""
     named = [json.dumps({**json.loads(line), "id": f"n{k}"}) for k, line in enumerate(GOOD)]
     prompts.write_text("\n".join(named[::2]) + "\n")
     out = tmp_path / "out.jsonl"

@@ -196,7 +196,10 @@ REFUSED = [
     ({"prompt": "a", "stop": ["\ud800"]}, "stop must be non-empty strings of whole characters"),
     ({"prompt": "a", "stop_token_ids": b"ab"}, "stop_token_ids must be a list, got b'ab'"),
     ({"prompt": "a", "golden_token_ids": ""}, "golden_token_ids must be a list, got ''"),
-    ({"prompt": "a", "temperature": 10**400}, r"temperature must be a finite number, got 1000.*\.\."),
+    (
+        {"prompt": "a", "temperature": 10**400},
+        r"temperature must be a finite number, got 1000.*\.\.",
+    ),
     ({"prompt": "a", "top_k": 2**64 - 1}, "top_k must be -1 .all. or >= 1, got"),
     ({"prompt": "a", "top_k": 2**63}, "top_k must be -1 .all. or >= 1, got 9223372036854775807"),
     ({"prompt": "a", "effort": np.array([1, 2])}, "effort must be one of .* got array"),
@@ -249,7 +252,7 @@ REFUSED = [
         "golden_token_ids and grammar cannot be given together",
     ),
     ({"prompt": "a", "effort": "much"}, "effort must be one of"),
-    ({"prompt": "\ud800"}, "surrogates"),
+    ({"prompt": "\ud800"}, "half a character"),
 ]
 
 

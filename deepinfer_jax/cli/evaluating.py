@@ -100,7 +100,10 @@ def _generate(args: argparse.Namespace) -> int:
     # The task's file is that of the prompts: `generating` keeps it from being written over.
     args.prompt, args.prompts = [], str(task.path)
     generating.check_files(args)
-    prompts, places = tasks.prompts(task, args.samples, _given(args))
+    try:
+        prompts, places = tasks.prompts(task, args.samples, _given(args))
+    except ValueError as error:
+        raise Refused(str(error)) from None
     if args.samples > 1:
         _check_noise(args, prompts, places)
     given = [inputs.Given(place, each) for each, place in zip(prompts, places, strict=True)]

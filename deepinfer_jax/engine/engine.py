@@ -33,7 +33,7 @@ from deepinfer_jax.grammar import GrammarError
 from deepinfer_jax.images.gallery import Gallery
 from deepinfer_jax.loading import Model
 from deepinfer_jax.planning import OFF, Policy
-from deepinfer_jax.planning.policies import Move
+from deepinfer_jax.planning.policies import Move, check_policy
 from deepinfer_jax.requests import Request
 from deepinfer_jax.rounds import Round, Running
 from deepinfer_jax.scheduling import Job, Limits, Order, Scheduler, Step, Usage
@@ -54,6 +54,7 @@ class Engine:
         `policy`: how rounds use the drafter, `order`: who goes first; both decide the time alone.
         `observer`: is told of every call of the device; it may read the engine, nothing else.
         """
+        check_policy(policy)
         self._model, self._sizes, self._policy = model, sizes, policy
         self._limit = 1 if eager else MOST_STEPS
         self._start = time.perf_counter()

@@ -17,6 +17,7 @@ from deepinfer_jax.evaluation.tasks import Item, Task
 from deepinfer_jax.evaluation.verdicts import Verdict, wrong
 
 _THINK_END = "</think>"
+_MOST_MISSING = 1_000_000
 Kind = Literal["missing", "duplicate", "foreign", "unreadable", "mixed"]
 
 
@@ -99,7 +100,8 @@ def score(
 
     `samples`: replies due to each item; default: as many as the largest number among the ids says.
 
-    Raises ValueError where no line is a reply to an item of the task.
+    Raises ValueError where no line is a reply to an item of the task, and where more are missing
+    than could be named.
     """
     reading = _Reading(task, samples)
     for place, line in lines:
@@ -173,6 +175,15 @@ class _Reading:
             said = f": {self._problems[0].text}" if self._problems else ""
             raise ValueError(f"there is no reply to an item of task {self._task.name!r}{said}")
         due = max(numbers) + 1 if self._due is None else self._due
+        lacking = due * len(self._items) - len(numbers)
+        if lacking > _MOST_MISSING:
+            said = (
+                f"samples={due}" if self._due is not None else f"the largest id says {due} samples"
+            )
+            raise ValueError(
+                f"{said} of {len(self._items)} items: {lacking:,} replies are missing, at most "
+                f"{_MOST_MISSING:,} are named; say by `samples` (--samples) how many are due"
+            )
         missing = (
             Problem("missing", tasks.request_id(item, number))
             for item, found in self._found.items()

@@ -24,6 +24,7 @@ from deepinfer_jax.prompts import read_prompt_lines
 
 _HEAD = ("task", "about", "verifier", "settings", "options")
 _ITEM = ("id", "prompt", "messages", "answer", "verifier", "settings", "options")
+MOST_REQUESTS = 2**22  # of one run: all of them are made before the first is answered
 # An option of every sample alike would make n samples one.
 _NO_OPTIONS = ("id", "prompt", "messages", "tokens", "seed")
 
@@ -202,7 +203,14 @@ def prompts(
 
     All samples of an item stand together. An item's own options hold always, the task's where the
     option is not among those `given` by the caller.
+
+    Raises ValueError for more than `MOST_REQUESTS`.
     """
+    if samples * len(task.items) > MOST_REQUESTS:
+        raise ValueError(
+            f"samples={samples} of {len(task.items)} items are {samples * len(task.items):,} "
+            f"requests, at most {MOST_REQUESTS:,} are made: lower the samples or take fewer items"
+        )
     common = {key: value for key, value in task.options.items() if key not in given}
     found, places = [], []
     for item in task.items:

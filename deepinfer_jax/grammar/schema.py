@@ -42,7 +42,9 @@ class Grammar:
         object.__setattr__(self, "schema", text)
         ids = self.trigger_token_ids
         if isinstance(ids, str | bytes) or not isinstance(ids, Sequence):
-            raise TypeError(f"trigger_token_ids must be a list of token ids, got {reprlib.repr(ids)}")
+            raise TypeError(
+                f"trigger_token_ids must be a list of token ids, got {reprlib.repr(ids)}"
+            )
         for token in ids:
             _token("trigger_token_ids", token)
         object.__setattr__(self, "trigger_token_ids", tuple(ids))
@@ -126,7 +128,9 @@ class Grammar:
 
 def _token(name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must hold token ids (one id for a bound token), got {reprlib.repr(value)}")
+        raise TypeError(
+            f"{name} must hold token ids (one id for a bound token), got {reprlib.repr(value)}"
+        )
     if not 0 <= value < 2**31:
         raise ValueError(f"{name} must be in [0, 2**31), got {reprlib.repr(value)}")
 

@@ -133,7 +133,9 @@ def picture_from_image(image: Image, vision: VisionConfig) -> Picture:
     except (ValueError, MemoryError):
         raise
     except Exception as error:  # of the file behind it, as in `decoding.decoded`
-        raise ValueError(f"the file of the image cannot be decoded: {error}; get it again") from None
+        raise ValueError(
+            f"the file of the image cannot be decoded: {error}; get it again"
+        ) from None
     return _picture(pixels, vision)
 
 

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from deepinfer_jax import generation, loading, prompts
 from deepinfer_jax.config import VisionConfig
+from deepinfer_jax.engine import slots_for
 from deepinfer_jax.images.spans_in_prompt import without_spans
 from deepinfer_jax.llm import replies
 from deepinfer_jax.llm.outputs import RequestOutput
@@ -20,7 +21,7 @@ from deepinfer_jax.llm.parameters import SamplingParams, sample_seed
 from deepinfer_jax.llm.replies import Asked
 from deepinfer_jax.loading import Model
 from deepinfer_jax.numerics import Form, Numerics
-from deepinfer_jax.planning.policies import OFF, Policy
+from deepinfer_jax.planning.policies import OFF, Policy, check_policy
 from deepinfer_jax.requests import Options, Request, Result
 from deepinfer_jax.text import Tokenizer
 from deepinfer_jax.text.chat import Effort
@@ -64,6 +65,8 @@ class LLM:
             model = loading.load(
                 model, numerics=numerics, max_length=max_length, weights=weights, rows=rows
             )
+        slots_for(1, batch_size)
+        check_policy(speculative)
         self.model: Model = model
         self.batch_size = batch_size
         self.speculative = speculative
@@ -128,6 +131,11 @@ class LLM:
           tools, schema, thinking, effort: rendered with every conversation.
           sampling_params, use_tqdm: as in `generate`, and so are results and errors.
         """
+        if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Sequence):
+            raise TypeError(
+                "messages must be a conversation, a list of messages, or a list of conversations, "
+                f"got {reprlib.repr(messages)}"
+            )
         one = bool(messages) and isinstance(messages[0], Mapping)
         many: list[Any] = [messages] if one else list(messages)
         rendered: dict[str, Any] = {"tools": tools} if tools else {}
@@ -160,7 +168,11 @@ class LLM:
                 f"{place} is an empty text; give [{self.tokenizer.bos}], the begin token, to start "
                 "from nothing"
             )
-        ids = self.tokenizer.encode_markup(prompt) if markup else self.tokenizer.encode_user(prompt)
+        encode = self.tokenizer.encode_markup if markup else self.tokenizer.encode_user
+        try:
+            ids = encode(prompt)
+        except UnicodeEncodeError as error:
+            raise ValueError(f"{place}: {prompts.half(error)}") from None
         begun = markup and ids[0] == self.tokenizer.bos
         return prompt, {"tokens": ids if begun else [self.tokenizer.bos, *ids], **images}
 

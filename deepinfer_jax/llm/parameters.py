@@ -14,6 +14,7 @@ from deepinfer_jax.requests import Bias, Options
 
 LogprobMode = Literal["raw", "processed", "both"]
 MOST_TOP = 1000  # of `top_logprobs`
+MOST_REPLIES = 2**20  # to one prompt: all of them are made requests at once
 _ENDLESS = 2**31 - 1
 # What `Options` checks and keeps under the same name.
 _SHARED = (
@@ -113,7 +114,7 @@ class SamplingParams:
         if self.max_tokens is not None:
             _integer("max_tokens", self.max_tokens, 0, _ENDLESS)
             self._set("max_tokens", max(self.max_tokens, 1))
-        _integer("n", self.n, 1, _ENDLESS)
+        _integer("n", self.n, 1, MOST_REPLIES)
         if logprobs is not None and not isinstance(logprobs, bool):
             _integer("logprobs", logprobs, 0, MOST_TOP)
             if self.top_logprobs not in (0, logprobs):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import reprlib
 
 import numpy as np
 
@@ -78,6 +79,15 @@ class Policy(abc.ABC):
     def learn(self, memory: Memory, move: Move, confidence: np.ndarray, most: np.ndarray) -> Memory:
         """Memory after `move`: confidence [rounds, B, N] raw, most [rounds, B] as in a schedule."""
         return memory
+
+
+def check_policy(policy: object) -> None:
+    """Raise TypeError for what is no policy, as a number or a name."""
+    if not isinstance(policy, Policy):
+        raise TypeError(
+            "speculative must be a policy of `planning`, such as Fixed(3) or OFF, got "
+            f"{reprlib.repr(policy)}"
+        )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -56,12 +56,15 @@ class Tokenizer:
         return token
 
     def encode_user(self, text: str) -> list[int]:
-        """Ids of text from outside; control spellings in it stay plain text."""
-        return self._plain.encode(text, add_special_tokens=False).ids
+        """Ids of text from outside; control spellings in it stay plain text.
+
+        Raises UnicodeEncodeError, a ValueError, for half of a surrogate pair.
+        """
+        return self._plain.encode(whole(text), add_special_tokens=False).ids
 
     def encode_markup(self, text: str) -> list[int]:
         """Ids of text in which control spellings mean control tokens. Never for text of a user."""
-        return self._full.encode(text, add_special_tokens=False).ids
+        return self._full.encode(whole(text), add_special_tokens=False).ids
 
     def decode(self, ids: Sequence[int], control: bool = True) -> str:
         """Text of `ids`, with or without the spellings of control tokens.
@@ -171,3 +174,9 @@ class Tokenizer:
     def token_bytes(self) -> tuple[bytes, ...]:
         """The bytes of every id; those of a control token are its spelling."""
         return decoding.token_bytes(self._full)
+
+
+def whole(text: str) -> str:
+    """`text`. Raises UnicodeEncodeError where it holds half of a surrogate pair."""
+    text.encode("utf-8")
+    return text

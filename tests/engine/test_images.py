@@ -75,7 +75,7 @@ def test_what_the_model_cannot_show_is_refused():
         Engine(model, SIZES).submit(request)
     rounded = Features(np.zeros((1, model.cfg.hidden_size), np.float32), 1, 1, "")
     (other,) = asking(model, [{"tokens": [TOKEN], "images": [rounded], "id": "b"}])
-    with pytest.raises(ValueError, match="request 'b': .* must be bfloat16, .* got float32; enc"):
+    with pytest.raises(ValueError, match=r"request 'b': .* must be bfloat16, .* got float32; enc"):
         Engine(model, SIZES).submit(other)
     with pytest.raises(ValueError, match="bfloat16"):
         di.score_sequences(model, [other.tokens], images=[other.images])

@@ -115,6 +115,7 @@ def test_a_run_goes_on_and_can_be_given_more_samples(fake, task, tmp_path, capsy
     ("args", "message"),
     [
         (["--samples", 0], "--samples must be at least 1, got 0"),
+        (["--samples", 10**9], "requests, at most 4,194,304 are made: lower the samples"),
         (["--limit", -3], "--limit must be at least 1, got -3"),
         (["--samples", 2, "--temperature", 0], "--samples 2 at temperature 0"),
         (["--effort", "much"], "effort must be one of"),

@@ -86,6 +86,14 @@ def problems(*lines, **settings):
     return [(each.kind, each.text) for each in score(*lines, **settings).problems]
 
 
+def test_more_missing_than_can_be_named_are_refused():
+    """An id may claim any number of samples, and all that are not there would be listed."""
+    with pytest.raises(ValueError, match=r"the largest id says 999999999 samples of 3 items: 2,99"):
+        score(reply("a", 999_999_998, "1"))
+    with pytest.raises(ValueError, match=r"samples=10000000 of 3 items: .* at most 1,000,000 are"):
+        score(*WHOLE, samples=10**7)
+
+
 def test_what_is_missing_is_named_and_counts_for_nothing():
     report = score(*WHOLE[:1], *WHOLE[2:])
     assert [(each.kind, each.text) for each in report.problems] == [("missing", "a#1")]

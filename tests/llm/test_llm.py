@@ -254,6 +254,7 @@ def test_the_room_there_is():
         ((b"a",), TypeError, "prompts must be a text"),
         ((["a", 5],), ValueError, r"prompts\[1\]: tokens must be"),
         (([""],), ValueError, r"prompts\[0\] is an empty text; give \[0\]"),
+        ((["a", "\ud800"],), ValueError, r"prompts\[1\]: half a character, '\\ud800', stands"),
         (([[]],), ValueError, r"prompts\[0\]: tokens must be a non-empty list"),
         (([[2048]],), ValueError, r"prompts\[0\]: tokens must lie in 0\.\.2047"),
         (([{"tokens": [1]}],), ValueError, r"prompts\[0\] must have one key"),
@@ -282,6 +283,20 @@ def test_bad_chats_and_models_are_refused():
         LLM(tiny_model.model(), max_length=100)
     with pytest.raises(FileNotFoundError, match="unknown model"):
         LLM("no-such-model")
+    for given in (None, {}, {"role": "user", "content": "a"}, iter([]), "hi", 3):
+        with pytest.raises(TypeError, match=r"messages must be a conversation, .*, got "):
+            llm().chat(given)
+    with pytest.raises(TypeError, match="model must be the name of a model or a path, got 3"):
+        LLM(3)
+    for given in (3, "planner"):
+        with pytest.raises(
+            TypeError, match=r"speculative must be a policy .* Fixed.3. or OFF, got"
+        ):
+            LLM(tiny_model.model(), speculative=given)
+        with pytest.raises(TypeError, match="speculative must be a policy"):
+            di.generate(tiny_model.model(), ["a"], speculative=given)
+    with pytest.raises(TypeError, match="batch_size must be an integer, got 'x'"):
+        LLM(tiny_model.model(), batch_size="x")
 
 
 # -- what goes wrong ------------------------------------------------------------------------------

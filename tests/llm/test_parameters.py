@@ -19,7 +19,7 @@ NAN, INF = math.nan, math.inf
 SO_ARGS = {"schema_type": "regex", "schema": "[0-9]+"}
 # field -> what it must refuse, the kind of error being told apart below
 REFUSED = {
-    "n": [0, -1, 1.0, True, None],
+    "n": [0, -1, 1.0, True, None, 2**20 + 1],
     "temperature": [-0.1, NAN, INF, "1", True, None],
     "top_p": [0, 1.1, NAN, True, "1"],
     "top_k": [0, -2, 1.5, True, 2**31],
