@@ -6,6 +6,7 @@ What needs JAX is imported when a command runs, as in `generating`.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import os
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from deepinfer_jax import resources
 from deepinfer_jax.cli import generating, inputs, records, running
-from deepinfer_jax.cli.refusal import Refused
+from deepinfer_jax.cli.refusal import Failed, Refused
 
 if TYPE_CHECKING:
     from deepinfer_jax.evaluation import Report, Task
@@ -169,8 +170,7 @@ def _score(args: argparse.Namespace) -> int:
     except ValueError as error:
         raise Refused(f"{args.file}: {error}") from None
     if args.out is not None:
-        text = json.dumps(reporting.as_json(report), indent=1) + "\n"
-        args.out.write_text(text, encoding="utf-8")
+        _write("--out", args.out, json.dumps(reporting.as_json(report), indent=1) + "\n")
     # Parts of replies are quoted; characters that the terminal's encoding lacks are escaped.
     inputs.reconfigure(sys.stdout, errors="backslashreplace")
     print("\n".join(reporting.as_text(report)))
@@ -217,6 +217,38 @@ def _check_report(args: argparse.Namespace, task: Task) -> None:
     for source, what in ((args.file, "the replies"), (task.path, "the task")):
         if args.out.is_file() and os.path.samefile(args.out, source):
             raise Refused(f"--out {args.out} is the file of {what}: a report needs one of its own")
+    if args.out.is_file() and args.out.stat().st_size and not _is_report(args.out):
+        raise Refused(f"--out {args.out} holds something that is no report: give another file")
+
+
+def _is_report(path: Path) -> bool:
+    """Whether it is an earlier report, which a new one replaces."""
+    from deepinfer_jax import strict_json
+
+    try:
+        return {"task", "pass_at", "scores"} <= strict_json.read_object(path).keys()
+    except ValueError:
+        return False
+
+
+def _write(name: str, path: Path, text: str) -> None:
+    """Write a whole file in one step of the system: what was there stays where it has no room.
+
+    Raises Failed, with the argument's name.
+    """
+    path = path.resolve()
+    beside = path.with_name(path.name + ".writing")
+    try:
+        with open(beside, "w", encoding="utf-8", newline="\n") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(beside, path)
+    except OSError as error:
+        raise Failed(f"{name} {path} cannot be written: {error.strerror or error}") from None
+    finally:
+        with contextlib.suppress(OSError):
+            beside.unlink(missing_ok=True)
 
 
 # -- tasks of others -------------------------------------------------------------------------------
@@ -237,7 +269,7 @@ def _convert(args: argparse.Namespace) -> int:
         raise Refused(str(error)) from None
     except OSError as error:
         raise Refused(f"{args.source} cannot be read: {error.strerror}") from None
-    args.out.write_text(tasks.task_text(made.head, made.items), encoding="utf-8", newline="\n")
+    _write("OUT", args.out, tasks.task_text(made.head, made.items))
     for reason, count in made.left_out.items():
         print(f"{count} rows left out: {reason}", file=sys.stderr)
     if made.unused:

@@ -187,6 +187,23 @@ def test_both_stages(replies, task, tmp_path, capsys):
     assert replies.read_bytes() == before
 
 
+def test_a_report_replaces_reports_only_and_whole(replies, task, tmp_path, capsys):
+    report, other = tmp_path / "report.json", tmp_path / "other.jsonl"
+    score = ["score", replies, "--task", task, "--out"]
+    assert run(*score, report) == run(*score, report) == 0
+    before = report.read_bytes()
+    for content in (replies.read_bytes(), b'{"task": 1}', b"notes"):
+        other.write_bytes(content)
+        assert run(*score, other) == 2
+        assert "holds something that is no report: give another file" in capsys.readouterr().err
+        assert other.read_bytes() == content
+    (tmp_path / "report.json.writing").symlink_to("/dev/full")
+    assert run(*score, report) == 1
+    assert f"--out {report} cannot be written: No space left" in capsys.readouterr().err
+    assert report.read_bytes() == before
+    assert {path.name for path in tmp_path.glob("*.writing")} == set()
+
+
 def test_a_shipped_task_is_known_by_its_ids(fake, tmp_path, capsys):
     out = tmp_path / "out.jsonl"
     assert run("generate", "sorting", "--out", out, "--limit", 3) == 0
