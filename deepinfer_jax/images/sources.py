@@ -60,7 +60,7 @@ def listed(images: Any) -> Sequence[Any]:
 
 
 def _read(
-    source: Source, vision: VisionConfig, folder: str | os.PathLike[str], limits: ImageLimits
+    source: Any, vision: VisionConfig, folder: str | os.PathLike[str], limits: ImageLimits
 ) -> Picture:
     if isinstance(source, np.ndarray):
         return pixels.picture_from_array(source, vision)
