@@ -158,7 +158,7 @@ def _in_memory(params: Params, cfg: ModelConfig, weights: str) -> Params:
 
 def find_folder(model: str | Path) -> Path:
     """The folder of a shipped model or the given folder; FileNotFoundError tells what there is."""
-    if not isinstance(model, str | Path):
+    if not isinstance(model, str | os.PathLike):
         raise TypeError(f"model must be the name of a model or a path, got {reprlib.repr(model)}")
     shipped = resources.model_names()
     if model in shipped:

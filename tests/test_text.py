@@ -171,6 +171,13 @@ def test_a_folder_without_a_tokenizer_is_refused(tmp_path):
             text.load_tokenizer(tmp_path)
 
 
+def test_what_is_no_text_is_refused():
+    for wrong, kind in ((3, TypeError), ("\ud800", UnicodeEncodeError)):
+        for encode in (TOKENIZER.encode_user, TOKENIZER.encode_markup):
+            with pytest.raises(kind):
+                encode(wrong)
+
+
 # --- decoding ----------------------------------------------------------------------------------
 
 

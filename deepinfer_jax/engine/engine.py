@@ -183,13 +183,22 @@ class Engine:
                 # Whoever reads may submit and cancel at every `yield`, but never within a step.
                 yield from [] if step.idle else self._carry_out(step, move, rounds)
                 # Masks follow from what was emitted: with a grammar at work nothing is ahead.
-                ahead = 0 if step.idle or self._ruled() else IN_FLIGHT
+                ahead = 0 if step.idle or self._ruled() or self._spent() else IN_FLIGHT
                 while len(self._flights) > ahead:
                     flight = self._flights.popleft()
                     suspects = {*flight.prompts}
                     yield from self._land(flight)
             except jax.errors.JaxRuntimeError as error:
                 yield from self._recover(suspects, error)
+
+    def _spent(self) -> bool:
+        """Whether what is on its way ends every reply at work: another look would be in vain.
+
+        For replies of one token a program would be compiled for it.
+        """
+        flights, works = len(self._flights), self._working()
+        ending = all(work.left <= flights for work in works if work)
+        return ending and not self._scheduler.filling
 
     def _compiled(self, wait: bool) -> list[Update]:
         """Let requests be scheduled whose grammars are compiled; end those whose failed."""

@@ -145,6 +145,11 @@ class Scheduler:
             len(self._waiting), len(self._seats), pages.free, pages.count, len(self._seats.prefixes)
         )
 
+    @property
+    def filling(self) -> bool:
+        """Whether a running job has prompt tokens to compute."""
+        return any(seat.filling for seat in self._seats)
+
     # -- steps -------------------------------------------------------------------------------------
 
     def step(self, lookahead: int = 1, unreported: int = 0) -> Step:
@@ -167,7 +172,7 @@ class Scheduler:
                 raise ValueError(f"the job in slot {seat.slot} has all its tokens: finish it first")
         self._seats.prefixes.unpin_all()
         made = _Made()
-        filling = any(seat.filling for seat in self._seats)
+        filling = self.filling
         made.ahead = 1 if filling else lookahead
         if self.limits.mixed or not filling:
             self._decode(made, unreported)

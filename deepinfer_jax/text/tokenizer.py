@@ -3,6 +3,7 @@
 import functools
 import json
 import pathlib
+import reprlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -177,6 +178,8 @@ class Tokenizer:
 
 
 def whole(text: str) -> str:
-    """`text`. Raises UnicodeEncodeError where it holds half of a surrogate pair."""
+    """`text`. Raises TypeError for no string, UnicodeEncodeError for half of a surrogate pair."""
+    if not isinstance(text, str):
+        raise TypeError(f"text must be a string, got {reprlib.repr(text)}")
     text.encode("utf-8")
     return text

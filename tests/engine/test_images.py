@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import deepinfer_jax as di
-from deepinfer_jax import engine, images, planning
+from deepinfer_jax import images, planning
 from deepinfer_jax.determinism import reference
 from deepinfer_jax.determinism.feeding import Text
 from deepinfer_jax.engine import Engine, Sizes, seats, sizes, warming
@@ -120,7 +120,6 @@ def seen_by(model) -> list[Request]:
 
 def test_images_are_shown_once_encoded_and_fail_alone(monkeypatch):
     model = sighted.glance()
-    monkeypatch.setattr(engine.engine, "IN_FLIGHT", 0)  # or a look is asked for, in vain
     monkeypatch.setattr(Gallery, "_encoded", failing(Gallery._encoded, shown(6).key, seen := []))
     asked = seen_by(model)
     room = dataclasses.replace(SIZES, slots=2, snapshots=0)
