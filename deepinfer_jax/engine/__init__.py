@@ -2,6 +2,7 @@
 
 A step: `scheduling` says what is next, `Engine` makes calls of the few programs in `programs` of
 it, whose shapes come from `sizes` as far as `memory` allows and which `warming` can compile ahead;
+`device` holds their state and makes the calls in a thread of its own;
 `seats` keeps what has come of each request, `statistics` what it cost, `watch` for how long the
 device had nothing to do.
 """
