@@ -87,6 +87,7 @@ def score(
 def rollout(
     params: Params, tables: Tables, prompts: jax.Array, lengths: jax.Array, sampling: Sampling,
     stops: jax.Array, cfg: ModelConfig, numerics: Numerics, mesh: Mesh, *, new: int, size: int = 0,
+    routed: bool = False,
 ) -> rl.Rollout:  # fmt: skip
     """`rl.rollout` with the B prompts split over the mesh; B must be a multiple of its size.
 
@@ -96,13 +97,15 @@ def rollout(
     every = tuple(mesh.axis_names)
     split = PartitionSpec(every)
     own = functools.partial(
-        rl.rollout, cfg=cfg, numerics=numerics, new=new, size=size, together=every
+        rl.rollout, cfg=cfg, numerics=numerics, new=new, size=size, together=every, routed=routed
     )
     return jax.shard_map(
         own,
         mesh=mesh,
         in_specs=(param_specs(params), PartitionSpec(), split, split, split, PartitionSpec()),
-        out_specs=_like(rl.Rollout, split, rounds=PartitionSpec()),
+        out_specs=_like(
+            rl.Rollout, split, rounds=PartitionSpec(), routed=PartitionSpec(None, every)
+        ),
         check_vma=False,
     )(params, tables, prompts, lengths, sampling, stops)
 

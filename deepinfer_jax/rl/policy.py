@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 
 from deepinfer_jax import numerics as nx
-from deepinfer_jax import steps
 from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.numerics import Numerics
 from deepinfer_jax.rl.rollout import Rollout
+from deepinfer_jax.rl.scores import score
 from deepinfer_jax.sampling import Sampling
 from deepinfer_jax.tables import Tables
 
@@ -23,8 +23,9 @@ class Agreement:
     """What one gradient was made of, scalars.
 
     loss: float32. tokens: int32, sampled tokens. raw, processed: largest |trainer - sampler| of the
-    two log-probs, exactly 0 where sampler and trainer run the same `Numerics` on one chip. kl: mean
-    of ratio - 1 - log ratio over the sampled tokens, exactly 0 then.
+    two log-probs, exactly 0 where sampler and trainer run the same weights and `Numerics` on one
+    chip. kl: mean of ratio - 1 - log ratio over the sampled tokens, exactly 0 then. clipped: share
+    of them whose ratio was cut. reference_kl: the same mean against a reference policy, 0 without.
     """
 
     loss: jax.Array
@@ -32,11 +33,14 @@ class Agreement:
     raw: jax.Array
     processed: jax.Array
     kl: jax.Array
+    clipped: jax.Array
+    reference_kl: jax.Array
 
 
 def policy_gradient(
     params: Any, tables: Tables, rollout: Rollout, advantages: jax.Array, sampling: Sampling,
-    cfg: ModelConfig, numerics: Numerics, *, remat: bool = False,
+    cfg: ModelConfig, numerics: Numerics, *, remat: bool = False, micro: int = 0,
+    clip: float | None = None, reference: jax.Array | None = None, beta: float = 0.0,
 ) -> tuple[Any, Agreement]:  # fmt: skip
     """Gradient of -mean(advantage * ratio) over the sampled tokens, and how far the sides agree.
 
@@ -45,31 +49,44 @@ def policy_gradient(
       rollout: of B replies.
       advantages: [B] float32, one per reply.
       sampling: what the replies were sampled with; the ratio is of processed log-probs.
-      remat: recompute blocks in the backward pass.
+      remat, micro: recompute blocks in the backward pass; sequences at once (`score`).
+      clip: where the ratio is cut, to 1 - clip .. 1 + clip, if that lowers the gain; None: nowhere.
+      reference: [B, S-1] processed log-probs under a reference policy (`score`), from which the
+        gain loses `beta` times the divergence that `Agreement.reference_kl` is.
 
-    Returns (a tree like `params`, to descend along; Agreement). Jit with `cfg`, `numerics` and
-    `remat` static.
+    Returns (a tree like `params`, to descend along; Agreement). Jit with `cfg`, `numerics`,
+    `remat`, `micro`, `clip` and `beta` static.
     """
+    counted = rollout.sampled
+    count = jnp.count_nonzero(counted).astype(jnp.int32)
+
+    def mean(x: jax.Array) -> jax.Array:
+        share = 1 / jnp.maximum(count, 1).astype(jnp.float32)
+        return nx.plain_sum(jnp.where(counted, x, 0).reshape(-1), 0) * share
 
     def loss(params: Any) -> tuple[jax.Array, Agreement]:
-        seen = steps.score(
-            params, tables, rollout.tokens, rollout.lengths, cfg, numerics, sampling=sampling,
-            remat=remat,
-        )  # fmt: skip
-        counted = rollout.sampled
-        count = jnp.count_nonzero(counted).astype(jnp.int32)
+        seen = score(params, tables, rollout, sampling, cfg, numerics, micro=micro, remat=remat)
         gap = jnp.where(counted, seen.processed - rollout.processed, 0)
         ratio = jnp.exp(gap)
-        mean = 1 / jnp.maximum(count, 1).astype(jnp.float32)
-        gain = jnp.where(counted, ratio * advantages[:, None], 0)
-        value = -nx.plain_sum(gain.reshape(-1), 0) * mean
-        difference = jnp.where(counted, jnp.abs(seen.raw - rollout.raw), 0)
+        cut = ratio if clip is None else jnp.clip(ratio, 1 - clip, 1 + clip)
+        apart = (
+            jnp.zeros(()) if reference is None else mean(_divergence(reference - seen.processed))
+        )
+        gain = mean(jnp.minimum(ratio * advantages[:, None], cut * advantages[:, None]))
+        value = beta * apart - gain
         return value, Agreement(
             loss=value,
             tokens=count,
-            raw=jnp.max(difference),
+            raw=jnp.max(jnp.where(counted, jnp.abs(seen.raw - rollout.raw), 0)),
             processed=jnp.max(jnp.abs(gap)),
-            kl=nx.plain_sum((ratio - 1 - gap).reshape(-1), 0) * mean,
+            kl=mean(ratio - 1 - gap),
+            clipped=mean((cut != ratio).astype(jnp.float32)),
+            reference_kl=apart,
         )
 
     return jax.grad(loss, has_aux=True)(params)
+
+
+def _divergence(gap: jax.Array) -> jax.Array:
+    """exp(gap) - 1 - gap: its mean over samples of a policy is the policy's KL from the other."""
+    return jnp.exp(gap) - 1 - gap
