@@ -1,4 +1,8 @@
-"""Any policy's log-probs of a rollout, why replies end, and new weights in a compiled program."""
+"""Any policy's log-probs of a rollout, why replies end, and new weights in a compiled program.
+
+Programs of their own, hence exhaustive; the default run has `test_rollout.py`, whose gradient calls
+`score`.
+"""
 
 from __future__ import annotations
 
@@ -62,6 +66,7 @@ def scored(key: int, **how) -> rl.Logprobs:
     return jax.tree.map(np.asarray, seen)
 
 
+@pytest.mark.exhaustive
 def test_scores_are_the_samplers_whatever_the_micro_batch():
     """Zeros in the same places, the same bits elsewhere; the reply of three tokens among them."""
     assert made().sampled.sum() == 2 * NEW + 3
@@ -72,6 +77,7 @@ def test_scores_are_the_samplers_whatever_the_micro_batch():
             np.testing.assert_array_equal(bits(getattr(seen, name)), bits(want), err_msg=name)
 
 
+@pytest.mark.exhaustive
 def test_new_weights_are_another_argument():
     """Of sampler and scorer: other numbers from the program that is there."""
     made(), scored(0)
@@ -85,6 +91,7 @@ def test_new_weights_are_another_argument():
     assert (_rollout._cache_size(), _score._cache_size()) == counts
 
 
+@pytest.mark.exhaustive
 def test_a_reply_ends_at_its_own_stop_token_or_limit():
     assert made().stop_reasons() == ["length"] * B
     stop = made().tokens[0, LENGTHS[0] + 2]
@@ -96,6 +103,7 @@ def test_a_reply_ends_at_its_own_stop_token_or_limit():
         assert not ended.tokens[row, end:].any()
 
 
+@pytest.mark.exhaustive
 def test_experts_are_those_of_every_token():
     model = tiny_model.model()
     rows = [made().tokens[row, :end].tolist() for row, end in enumerate(made().lengths)]
@@ -115,7 +123,10 @@ def refused(message: str, call, **changes) -> None:
 
 
 def test_what_does_not_fit_is_refused():
-    refused(r"micro .* divide the 3 replies", rl.score, rollout=made(), sampling=SAMPLING, micro=2)
+    nothing = np.zeros((B, P + NEW), np.int32)
+    numbers = np.zeros((B, P + NEW - 1), np.float32)
+    made = rl.Rollout(nothing, LENGTHS, LENGTHS, *[numbers] * 3, LENGTHS > 0, np.int32(0))
+    refused(r"micro .* divide the 3 replies", rl.score, rollout=made, sampling=SAMPLING, micro=2)
     whole = {"prompts": prompts(), "lengths": LENGTHS, "sampling": SAMPLING, "new": NEW}
     refused(r"stops must have shape \[K\]", rl.rollout, stops=np.zeros((2, 1), np.int32), **whole)
     refused(

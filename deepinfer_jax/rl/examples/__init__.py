@@ -1,0 +1,1 @@
+"""Training runs to read, run and change; each is one command (docs/rl.md)."""

@@ -1,0 +1,172 @@
+"""GRPO on verifiable questions, with the sampler's and the trainer's log-probs held side by side.
+
+    python -m deepinfer_jax.rl.examples.grpo --out runs/one
+    python -m deepinfer_jax.rl.examples.grpo --out runs/plain --sampler-rows batched
+
+Each step asks questions, samples a group of replies to each, gives each reply the advantage of its
+reward over its group, and takes one step of Adam along the gradient of advantage times ratio. The
+ratio is of the trainer's probability to the sampler's: exactly 1 where both run one `Numerics`, and
+something else where the sampler runs plain XLA operations, as an engine beside a trainer does.
+
+A run is a function of its settings: questions, noise and updates have names, and nothing is drawn
+from a stream. `OUT/log.jsonl` has a line for each step, `OUT/summary.json` the whole in numbers; an
+interrupted run goes on from its last checkpoint with the bits of a whole one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import hashlib
+import json
+import sys
+from pathlib import Path
+from typing import Any, get_args
+
+import jax
+import numpy as np
+
+from deepinfer_jax.numerics import Form
+from deepinfer_jax.rl.examples import saved
+from deepinfer_jax.rl.examples.policy import (
+    Settings,
+    State,
+    Step,
+    Task,
+    evaluate,
+    gradient_program,
+    make_task,
+    rollout_program,
+    share,
+    start,
+    train_step,
+)
+
+EDGE = 8  # steps whose mean reward is the reward at the beginning and at the end
+
+
+def run(task: Task, out: Path, *, every: int = 20, until: int | None = None) -> dict[str, Any]:
+    """Train to step `until` (default: all steps), from the last checkpoint in `out` if it has one.
+
+    A checkpoint is written every `every` steps and at the end. Returns what `summary` says.
+    """
+    settings = task.settings
+    until = settings.steps if until is None else until
+    out.mkdir(parents=True, exist_ok=True)
+    _check_settings(settings, out / "settings.json")
+    state, done = start(task), 0
+    before = _known(out / "held_out_before.json", lambda: evaluate(task, state.params))
+    reached = saved.steps(out / "checkpoints")
+    if reached:
+        done = reached[-1]
+        state = saved.restore(out / "checkpoints", done, state)
+    log = read_log(out / "log.jsonl")[:done]
+    with open(out / "log.jsonl", "w", encoding="utf-8") as file:
+        for record in log:
+            file.write(json.dumps(dataclasses.asdict(record)) + "\n")
+        for step in range(done, until):
+            state, record = train_step(task, state, step)
+            log.append(record)
+            file.write(json.dumps(dataclasses.asdict(record)) + "\n")
+            file.flush()
+            print(_line(record), flush=True)
+            if (step + 1) % every == 0 or step + 1 == until:
+                saved.save(out / "checkpoints", step + 1, state)
+    found = summary(settings, log, before, evaluate(task, state.params), state)
+    (out / "summary.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    return found
+
+
+def summary(
+    settings: Settings, log: list[Step], before: dict[str, float], after: dict[str, float],
+    state: State,
+) -> dict[str, Any]:  # fmt: skip
+    """A run in numbers."""
+    edge = min(EDGE, max(1, len(log) // 2))
+    first, last = (share([each.reward for each in part]) for part in (log[:edge], log[-edge:]))
+    return {
+        "settings": dataclasses.asdict(settings),
+        "steps": len(log),
+        "reward_first": first,
+        "reward_last": last,
+        "held_out_before": before,
+        "held_out_after": after,
+        "tokens": sum(each.tokens for each in log),
+        "largest_raw_difference": max(each.raw_difference for each in log),
+        "largest_processed_difference": max(each.processed_difference for each in log),
+        "largest_kl": max(abs(each.kl) for each in log),
+        "seconds": round(share([e.sample_s + e.learn_s for e in log]) * len(log), 1),
+        "programs": [rollout_program._cache_size(), gradient_program._cache_size()],
+        "digest": digest(state),
+    }
+
+
+def digest(state: State) -> str:
+    """Sixteen hexadecimal digits that name every bit of a state."""
+    found = hashlib.sha256()
+    for leaf in jax.tree.leaves(state):
+        found.update(np.asarray(leaf).tobytes())
+    return found.hexdigest()[:16]
+
+
+def read_log(path: Path) -> list[Step]:
+    """The steps that a log holds; none where there is no file."""
+    if not path.is_file():
+        return []
+    return [Step(**json.loads(line)) for line in path.read_text("utf-8").splitlines()]
+
+
+def _known(path: Path, make: Any) -> dict[str, float]:
+    """What `path` holds; made and written where there is none."""
+    if not path.is_file():
+        path.write_text(json.dumps(make()) + "\n", encoding="utf-8")
+    return json.loads(path.read_text("utf-8"))
+
+
+def _check_settings(settings: Settings, path: Path) -> None:
+    """Note the settings in `path`; ValueError where a run of others is there."""
+    wanted = dataclasses.asdict(settings)
+    found = _known(path, lambda: wanted)
+    if found != wanted:
+        other = [f"{name}={found.get(name)}" for name in wanted if found.get(name) != wanted[name]]
+        raise ValueError(
+            f"{path.parent} holds a run of other settings ({', '.join(other)}): continue it with "
+            "those, or choose another folder"
+        )
+
+
+def _line(record: Step) -> str:
+    return (
+        f"{record.step:4} reward {record.reward:.3f} right {record.right:.3f} "
+        f"|trainer - sampler| {record.raw_difference:.3g} kl {record.kl:.3g} "
+        f"{record.sample_s + record.learn_s:.1f} s"
+    )
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--out", type=Path, required=True, help="folder of the run")
+    for field in dataclasses.fields(Settings):
+        if field.name.endswith("rows"):
+            continue
+        name = "--" + field.name.replace("_", "-")
+        parser.add_argument(name, type=type(field.default), default=field.default)
+    for name in ("--rows", "--sampler-rows"):
+        parser.add_argument(name, choices=get_args(Form), default=None)
+    parser.add_argument("--every", type=int, default=20, help="steps between checkpoints")
+    parser.add_argument("--until", type=int, help="stop there, to be continued")
+    given = vars(parser.parse_args(arguments))
+    out, every, until = given.pop("out"), given.pop("every"), given.pop("until")
+    settings = Settings(**{name: value for name, value in given.items() if value is not None})
+    try:
+        found = run(make_task(settings), out, every=every, until=until)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    print(json.dumps({name: found[name] for name in list(found)[2:]}, indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,125 @@
+"""Verifiable questions that spark-tiny is not sure of: subtraction, sorting, JSON extraction.
+
+A question is a function of (seed, name): nothing is drawn from a stream, so a run that begins in
+the middle asks what the whole run asked. Replies are judged by the verifiers of
+`deepinfer_jax.evaluation`; what is not right gets a part of `CREDIT` for the part that is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from deepinfer_jax.evaluation.lists import SortedList
+from deepinfer_jax.evaluation.numbers import Number
+from deepinfer_jax.evaluation.values import Json
+from deepinfer_jax.evaluation.verifiers import Verifier
+
+CREDIT = 0.5  # most that a wrong reply is worth
+
+_NAMES = ("Anna", "Eric", "Finn", "Hana", "Lily", "Mia", "Nora", "Ravi", "Sara", "Theo")
+_CITIES = ("Athens", "Berlin", "Boston", "Lima", "Madrid", "Oslo", "Rome", "Seoul", "Sydney")
+_JOBS = ("baker", "doctor", "farmer", "nurse", "pilot", "sailor", "singer", "teacher")
+_FOODS = ("bread", "pasta", "pizza", "rice", "soup")
+_COLORS = ("black", "blue", "brown", "green", "pink", "red", "white", "yellow")
+_ITEMS = ("apples", "balls", "books", "boxes", "cups", "hats", "kites", "lamps", "pens", "rings")
+_SENTENCES = (
+    "{name} is {age} years old and lives in {city}.",
+    "{name} is a {job} in {city} and likes {food}.",
+    "{name} bought {count} {color} {item} for {price} dollars.",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Question:
+    """kind: one of `KINDS`; text: the user's message; verify: the verdict on a reply; credit: the
+    share in [0, 1] of a wrong reply that is right.
+    """
+
+    kind: str
+    text: str
+    verify: Verifier
+    credit: Callable[[str], float]
+
+    def reward(self, reply: str) -> float:
+        """1 for a right reply, up to `CREDIT` for another."""
+        return 1.0 if self.verify(reply).right else CREDIT * self.credit(reply)
+
+
+def question(seed: int, name: str, kind: str) -> Question:
+    """The question called `name`; equal arguments give equal questions.
+
+    Raises ValueError for an unknown kind.
+    """
+    if kind not in KINDS:
+        raise ValueError(f"kind must be one of {', '.join(KINDS)}, got {kind!r}")
+    return KINDS[kind](random.Random(f"{seed}:{name}:{kind}"))
+
+
+def _subtraction(draw: random.Random) -> Question:
+    small, large = sorted(draw.sample(range(100, 1000), 2))
+    return Question(
+        "arithmetic", f"What is {large} - {small}?", Number(large - small), lambda reply: 0.0
+    )
+
+
+def _sorting(draw: random.Random) -> Question:
+    items = [draw.randrange(10, 100) for _ in range(draw.choice((6, 7, 8)))]
+    wanted = sorted(items)
+
+    def credit(reply: str) -> float:
+        """The share of the list that the reply begins with."""
+        right = 0
+        for found, due in zip(reply.split(), wanted, strict=False):
+            if found != str(due):
+                break
+            right += 1
+        return right / len(wanted)
+
+    text = "Sort these numbers: " + " ".join(map(str, items))
+    return Question("sorting", text, SortedList(wanted), credit)
+
+
+def _extraction(draw: random.Random) -> Question:
+    known = {
+        "name": draw.choice(_NAMES), "age": draw.randrange(3, 91), "city": draw.choice(_CITIES),
+        "job": draw.choice(_JOBS), "food": draw.choice(_FOODS), "count": draw.randrange(2, 21),
+        "color": draw.choice(_COLORS), "item": draw.choice(_ITEMS), "price": draw.randrange(2, 100),
+    }  # fmt: skip
+    sentence = draw.choice(_SENTENCES)
+    field = draw.choice([name for name in known if f"{{{name}}}" in sentence])
+    wanted = {field: known[field]}
+
+    def credit(reply: str) -> float:
+        """How much of the object is wanted, and the other way round (F1 of its members)."""
+        found = _members(reply)
+        hits = (Counter(found) & Counter(map(_member, wanted.items()))).total()
+        return 2 * hits / (len(found) + len(wanted)) if found else 0.0
+
+    text = f"{sentence.format_map(known)} Write {field} as JSON."
+    return Question("extraction", text, Json(wanted), credit)
+
+
+def _members(reply: str) -> list[str]:
+    """The members of the object that a reply is, repeated keys too; none where it is no object."""
+    try:
+        found = json.loads(reply, object_pairs_hook=lambda pairs: list(map(_member, pairs)))
+    except (ValueError, RecursionError):
+        return []
+    is_object = isinstance(found, list) and reply.lstrip().startswith("{")
+    return [str(member) for member in found] if is_object else []
+
+
+def _member(pair: tuple[str, Any]) -> str:
+    return json.dumps(pair)
+
+
+KINDS: dict[str, Callable[[random.Random], Question]] = {
+    "arithmetic": _subtraction,
+    "sorting": _sorting,
+    "extraction": _extraction,
+}
