@@ -1,4 +1,4 @@
-"""Does tunix's own GRPO loop, with this engine's rollouts, see any difference between the two sides?
+"""Does tunix's own GRPO loop see any difference between this engine's rollouts and its trainer?
 
 The loop is `GRPOLearner` of the installed package `google-tunix`, on the shipped model: questions
 of `rl.examples.questions`, groups of replies by `rl.tunix.TunixRollout`, two updates on each batch.

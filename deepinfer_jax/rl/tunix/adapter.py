@@ -41,7 +41,7 @@ class TunixRollout(_base.BaseRollout):
         """
         if not isinstance(rollout_actor, _module.Policy):
             raise TypeError(
-                f"the actor must be a deepinfer_jax.rl.tunix.Policy, which shares the sampler's "
+                "the actor must be a deepinfer_jax.rl.tunix.Policy, which shares the sampler's "
                 f"forward, got {type(rollout_actor).__name__}"
             )
         if mesh is not None and mesh.size != 1:
@@ -51,9 +51,7 @@ class TunixRollout(_base.BaseRollout):
             )
         self._tokenizer, self._noise, self._drafts = tokenizer, layout.Noise(seed), drafts
         self._cfg, self._numerics = rollout_actor.cfg, rollout_actor.numerics
-        self._graph, self._weights, self._constants = _module.nnx.split(
-            rollout_actor, _module.nnx.Param, ...
-        )
+        self._graph, self._weights, self._constants = _module.parts(rollout_actor)
         self._tables = rollout_actor.tables()
         self._asked = None if rollout_config is None else read_config(rollout_config, self.eos_id())
 
@@ -133,7 +131,7 @@ class TunixRollout(_base.BaseRollout):
 
     def _scored(self, prompts: Any, completions: Any, temperature: float) -> jax.Array:
         """tunix's function of our logits: the trainer's formula, operation by operation."""
-        state = _module.nnx.merge_state(self._weights, self._constants)
+        state = _module.whole(self._weights, self._constants)
         return _common.compute_per_token_logps(
             self._graph, state, prompt_tokens=jax.numpy.asarray(prompts),
             completion_tokens=jax.numpy.asarray(completions), pad_id=self.pad_id(),

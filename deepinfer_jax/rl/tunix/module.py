@@ -81,3 +81,13 @@ class Policy(nnx.Module):
         rows = jnp.take_along_axis(hidden.output.reshape(b, s, -1), back[..., None], axis=1)
         logits = head.logits(params, rows.reshape(b * s, -1), self.numerics)
         return logits.reshape(b, s, -1), None
+
+
+def parts(policy: Policy) -> tuple[Any, Any, Any]:
+    """(graph, state of the weights, state of the rest) of a policy; nothing is copied."""
+    return nnx.split(policy, nnx.Param, ...)
+
+
+def whole(trained: Any, rest: Any) -> Any:
+    """The state of a policy from its two parts."""
+    return nnx.merge_state(trained, rest)
