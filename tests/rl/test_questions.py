@@ -1,4 +1,4 @@
-"""Questions of the training example: repeatable, right answers right, half-right ones worth less."""
+"""The example's questions: repeatable, right answers right, half-right ones worth less."""
 
 from __future__ import annotations
 
