@@ -8,9 +8,10 @@ from pathlib import Path
 
 PACKAGE = "deepinfer_jax"
 
-# Data flows down this list, so an import goes up it. An entry names a module or a sub-package;
-# modules below one entry may import each other as long as they form no cycle when they run (an
-# import for annotations only may). "" is the package's own __init__, the public names.
+# Data flows down this list, so an import goes up it. An entry names a module or a sub-package, or a
+# part of one that stands elsewhere; modules below one entry may import each other as long as they
+# form no cycle when they run (an import for annotations only may). "" is the package's own
+# __init__, the public names.
 ORDER = (
     "resources",
     "strict_json",
@@ -55,6 +56,7 @@ ORDER = (
     "",
     "training",
     "evaluation",
+    "rl.examples",
     "published",
     "cli",
     "__main__",
@@ -130,9 +132,12 @@ def read_modules(folder: Path, root: Path) -> list[Module]:
 
 
 def entry_of(name: str) -> str | None:
-    """The entry of ORDER that `name` belongs to."""
-    head = name.split(".", 1)[0]
-    return head if head in ORDER else None
+    """The entry of ORDER that `name` belongs to: the longest that it is or lies in."""
+    while name not in ORDER:
+        name, dot, _ = name.rpartition(".")
+        if not dot:
+            return None
+    return name
 
 
 def imports_of(module: Module, known: frozenset[str]) -> Iterator[tuple[int, str]]:

@@ -101,6 +101,19 @@ def rollout(
     running = Running(first.token, going, left, ends)
     first = jax.tree.map(lambda x: x[:, None], first)
     out = _record(_start(prompts, lengths, new), first, lengths, jnp.ones((b, 1), bool))
+    out = _decoded(
+        params, tables, out, running, cache, sampling, cfg, numerics, size, scheduled, together
+    )
+    out = _ended(out, ends)
+    return _with_experts(out, params, tables, cfg, numerics) if routed else out
+
+
+def _decoded(
+    params: Any, tables: Tables, out: Rollout, running: Running, cache: Cache, sampling: Sampling,
+    cfg: ModelConfig, numerics: Numerics, size: int, scheduled: jax.Array,
+    together: tuple[str, ...],
+) -> Rollout:  # fmt: skip
+    """Rounds until every reply has ended, on all devices of the axes `together`."""
 
     def more(carry: tuple[Rollout, Running, Cache]) -> jax.Array:
         active = jnp.any(carry[1].active)
@@ -115,8 +128,7 @@ def rollout(
         )
         return _record(out, made.sampled, place, made.emitted), running, cache
 
-    out = _ended(lax.while_loop(more, step, (out, running, cache))[0], ends)
-    return _with_experts(out, params, tables, cfg, numerics) if routed else out
+    return lax.while_loop(more, step, (out, running, cache))[0]
 
 
 def _ended(out: Rollout, ends: jax.Array) -> Rollout:

@@ -43,7 +43,9 @@ def test_an_interrupted_run_ends_as_a_whole_one(small, tmp_path, capsys):
     whole = grpo.run(task(), tmp_path / "whole", every=2)
     part = grpo.run(task(), tmp_path / "part", every=2, until=4)
     assert (part["steps"], saved.steps(tmp_path / "part" / "checkpoints")) == (4, [2, 4])
-    (tmp_path / "part" / "log.jsonl").open("a").write("")  # what came after a checkpoint is redone
+    log = tmp_path / "part" / "log.jsonl"
+    last = log.read_text("utf-8").splitlines()[-1]
+    log.write_text(log.read_text("utf-8") + last + "\n", "utf-8")  # after a checkpoint: made again
     rest = grpo.run(task(), tmp_path / "part", every=2)
     assert rest["digest"] == whole["digest"] != part["digest"]
     assert {**rest, "seconds": 0} == {**whole, "seconds": 0}
