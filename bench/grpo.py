@@ -1,10 +1,10 @@
 """Is the distance of sampler and trainer exactly 0 for a whole training run, and does it repeat?
 
-Four runs of `deepinfer_jax.rl.examples.grpo` on the shipped model: one, the same again, the same
-interrupted in the middle and continued from its checkpoint, and one whose sampler runs plain XLA
-operations while the trainer stays what it is. The first three must end with the same bits and see
-a difference of exactly 0 in every step. Exit status 1 otherwise. The runs stay in `--runs`; the
-command goes on where it was stopped.
+Four runs of `deepinfer_jax.rl.examples.grpo` on the shipped model: one, the same again, one that goes
+on from the first one's checkpoint in the middle, and one whose sampler runs plain XLA operations
+while the trainer stays what it is. The first three must end with the same bits and see a difference
+of exactly 0 in every step. Exit status 1 otherwise. The runs stay in `--runs`; the command goes on
+where it was stopped.
 
     python bench/grpo.py --machine cpu2 --runs runs
 """
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -29,10 +30,15 @@ CURVES = {"whole": "one Numerics on both sides", "plain": "sampler: plain XLA op
 def train(name: str, settings: Settings, given: argparse.Namespace) -> dict[str, Any]:
     """Run `name`, or what is left of it; its summary."""
     print(name, flush=True)
-    task, out = make_task(settings), given.runs / name
-    if name == "resumed" and not (out / "checkpoints").exists():
-        grpo.run(task, out, every=given.every, until=settings.steps // 2)
-    return grpo.run(task, out, every=given.every)
+    out, whole = given.runs / name, given.runs / "whole"
+    if name == "resumed" and not out.exists():
+        middle = given.steps // 2
+        shutil.copytree(whole / "checkpoints" / str(middle), out / "checkpoints" / str(middle))
+        for file in ("settings.json", "held_out_before.json"):
+            shutil.copy(whole / file, out)
+        lines = (whole / "log.jsonl").read_text("utf-8").splitlines(keepends=True)
+        (out / "log.jsonl").write_text("".join(lines[:middle]), encoding="utf-8")
+    return grpo.run(make_task(settings), out, every=given.every)
 
 
 def main() -> int:
@@ -43,10 +49,11 @@ def main() -> int:
     parser.add_argument("--rate", type=float, default=Settings.rate)
     parser.add_argument("--rows", default=Settings.rows, help="form of the trainer's numerics")
     parser.add_argument("--plain", default="batched", help="form of the other sampler's")
-    parser.add_argument("--every", type=int, default=20, help="steps between checkpoints")
+    parser.add_argument("--every", type=int, help="steps between checkpoints, default half a run")
     parser.add_argument("--picture", type=Path, default=ROOT / "docs" / "pictures" / "grpo.png")
     parser.add_argument("--out", type=Path, help="folder of the result, default bench/results")
     given = parser.parse_args()
+    given.every = given.every or given.steps // 2
     settings, where = Settings(steps=given.steps, rate=given.rate, rows=given.rows), machine()
     plain = dataclasses.replace(settings, sampler_rows=given.plain)
     found = {
