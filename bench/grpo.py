@@ -1,10 +1,10 @@
 """Is the distance of sampler and trainer exactly 0 for a whole training run, and does it repeat?
 
-Four runs of `deepinfer_jax.rl.examples.grpo` on the shipped model: one, the same again, one that goes
-on from the first one's checkpoint in the middle, and one whose sampler runs plain XLA operations
-while the trainer stays what it is. The first three must end with the same bits and see a difference
-of exactly 0 in every step. Exit status 1 otherwise. The runs stay in `--runs`; the command goes on
-where it was stopped.
+Four runs of `deepinfer_jax.rl.examples.grpo` on the shipped model: one, the same again, one that
+goes on from the first one's checkpoint in the middle, and one whose sampler runs plain XLA
+operations while the trainer stays what it is. The first three must end with the same bits and see
+a difference of exactly 0 in every step. Exit status 1 otherwise. The runs stay in `--runs`; the
+command goes on where it was stopped.
 
     python bench/grpo.py --machine cpu2 --runs runs
 """
@@ -47,6 +47,7 @@ def main() -> int:
     parser.add_argument("--runs", type=Path, required=True, help="folder of the runs")
     parser.add_argument("--steps", type=int, default=Settings.steps)
     parser.add_argument("--rate", type=float, default=Settings.rate)
+    parser.add_argument("--temperature", type=float, default=Settings.temperature)
     parser.add_argument("--rows", default=Settings.rows, help="form of the trainer's numerics")
     parser.add_argument("--plain", default="batched", help="form of the other sampler's")
     parser.add_argument("--every", type=int, help="steps between checkpoints, default half a run")
@@ -54,7 +55,8 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="folder of the result, default bench/results")
     given = parser.parse_args()
     given.every = given.every or given.steps // 2
-    settings, where = Settings(steps=given.steps, rate=given.rate, rows=given.rows), machine()
+    chosen = {name: getattr(given, name) for name in ("steps", "rate", "temperature", "rows")}
+    settings, where = Settings(**chosen), machine()
     plain = dataclasses.replace(settings, sampler_rows=given.plain)
     found = {
         name: train(name, plain if name == "plain" else settings, given)

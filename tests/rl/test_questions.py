@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import json
+
 import pytest
 
 from deepinfer_jax.resources import model_folder
@@ -24,8 +27,7 @@ def answer(asked) -> str:
     if asked.kind == "sorting":
         return " ".join(map(str, wanted))
     if asked.kind == "extraction":
-        ((name, value),) = wanted.items()
-        return f'{{"{name}": {value!r}}}'.replace("'", '"')
+        return json.dumps(wanted)
     return f"It is {wanted}"
 
 
@@ -43,7 +45,10 @@ def test_what_is_right_of_a_wrong_reply_counts():
     items = answer(asked).split()
     kept = [asked.reward(" ".join([*items[:count], "0"])) for count in range(len(items))]
     assert kept == [CREDIT * count / len(items) for count in range(len(items))]
-    asked = question(5, "x", "extraction")
+    names = (f"x{number}" for number in itertools.count())
+    asked = next(
+        q for q in (question(5, n, "extraction") for n in names) if len(q.verify.answer) == 1
+    )
     member = answer(asked)[1:-1]
     assert asked.reward(f"{{{member}, {member}}}") == CREDIT * 2 / 3  # a key twice is no JSON here
     assert asked.reward(f'{{{member}, "a": 1, "b": 2}}') == CREDIT * 2 / 4

@@ -21,6 +21,7 @@ from deepinfer_jax.rl.examples.questions import KINDS, Question, question
 
 WIDTH, NEW = 32, 24  # tokens of a question and of a reply at most
 LONGEST = 256  # what the model is loaded for
+ADAM = optax.scale_by_adam()
 
 rollout_program = jax.jit(rl.rollout, static_argnames=("cfg", "numerics", "new", "size"))
 gradient_program = jax.jit(rl.policy_gradient, static_argnames=("cfg", "numerics"))
@@ -30,15 +31,17 @@ gradient_program = jax.jit(rl.policy_gradient, static_argnames=("cfg", "numerics
 class Settings:
     """What a run is a function of.
 
-    steps: updates. groups: questions of a step. members: replies to each. rate: of Adam. seed:
-    names questions and noise. rows: form of the trainer's numerics and, unless `sampler_rows` names
-    another, of the sampler's. drafts: made in a round of sampling, which changes its speed only.
+    steps: updates. groups: questions of a step. members: replies to each. rate: of Adam.
+    temperature: of training. seed: names questions and noise. rows: form of the trainer's numerics
+    and, unless `sampler_rows` names another, of the sampler's. drafts: made in a round of sampling,
+    which changes its speed only.
     """
 
-    steps: int = 40
+    steps: int = 30
     groups: int = 4
     members: int = 8
-    rate: float = 1e-4
+    rate: float = 5e-4
+    temperature: float = 1.5
     seed: int = 0
     rows: Form = "ffi"
     sampler_rows: Form | None = None
@@ -48,6 +51,8 @@ class Settings:
         for name, least in (("steps", 1), ("groups", 1), ("members", 2), ("drafts", 0)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
+        if not 0 <= self.temperature < 10:
+            raise ValueError(f"temperature must lie between 0 and 10, got {self.temperature}")
         if not 0 < self.rate < 1:
             raise ValueError(f"rate (of Adam) must lie between 0 and 1, got {self.rate}")
 
@@ -105,17 +110,14 @@ def make_task(settings: Settings, name: str = "spark-tiny") -> Task:
 def start(task: Task) -> State:
     """The released weights as floats, and moments of zero."""
     params = parameters.widen(task.model.params)
-    return State(params, _moments(task.settings.rate, params))
+    return State(params, jax.jit(ADAM.init)(params))
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _moments(rate: float, params: Any) -> Any:
-    return optax.adam(rate).init(params)
-
-
-@functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
-def _moved(rate: float, state: State, slope: Any) -> State:
-    updates, moments = optax.adam(rate).update(slope, state.moments, state.params)
+@functools.partial(jax.jit, donate_argnums=0)
+def _moved(state: State, slope: Any, rate: jax.Array) -> State:
+    """One step of Adam; `rate` is an argument, so that another compiles nothing."""
+    updates, moments = ADAM.update(slope, state.moments, state.params)
+    updates = jax.tree.map(lambda update: -rate * update, updates)
     return State(optax.apply_updates(state.params, updates), moments)
 
 
@@ -132,15 +134,19 @@ def questions_of(step: int, settings: Settings) -> tuple[list[str], list[Questio
 
 
 def answer(
-    task: Task, params: Any, names: Sequence[str], asked: Sequence[Question], members: int
-) -> Replies:
-    """`members` replies to each question at temperature 1, judged."""
+    task: Task, params: Any, names: Sequence[str], asked: Sequence[Question], members: int,
+    temperature: float,
+) -> Replies:  # fmt: skip
+    """`members` replies to each question, judged."""
     tokenizer, cfg = task.model.tokenizer, task.model.cfg
     prompts = [
         tokenizer.render_chat([{"role": "user", "content": each.text}], thinking=False)
         for each in asked
     ]
-    groups = rl.make_groups(prompts, members, seed=task.settings.seed, names=names, width=WIDTH)
+    groups = rl.make_groups(
+        prompts, members, seed=task.settings.seed, names=names, width=WIDTH,
+        temperature=temperature,
+    )  # fmt: skip
     made = rollout_program(
         params, task.model.tables, groups.tokens, groups.lengths, groups.sampling,
         np.array([cfg.eos_token_id], np.int32), cfg, task.sampler, new=NEW,
@@ -161,14 +167,14 @@ def train_step(task: Task, state: State, step: int) -> tuple[State, Step]:
     settings = task.settings
     names, asked = questions_of(step, settings)
     begin = time.perf_counter()
-    replies = answer(task, state.params, names, asked, settings.members)
+    replies = answer(task, state.params, names, asked, settings.members, settings.temperature)
     sampled = time.perf_counter()
     slope, seen = gradient_program(
         state.params, task.model.tables, replies.rollout,
         rl.group_advantages(replies.rewards, settings.members), replies.groups.sampling,
         task.model.cfg, task.model.numerics,
     )  # fmt: skip
-    state = jax.block_until_ready(_moved(settings.rate, state, slope))
+    state = jax.block_until_ready(_moved(state, slope, np.float32(settings.rate)))
     record = Step(
         step=step,
         reward=share(replies.rewards),
@@ -184,9 +190,8 @@ def train_step(task: Task, state: State, step: int) -> tuple[State, Step]:
 
 
 def evaluate(task: Task, params: Any, calls: int = 6) -> dict[str, float]:
-    """Share of right replies to questions that no step asks, by kind; one reply to each question.
-
-    `calls` programs of the size that training runs.
+    """Share of right replies at temperature 1 to questions that no step asks, by kind; one reply to
+    each question, in `calls` calls of the size that training runs.
     """
     settings, kinds = task.settings, list(KINDS)
     size = settings.groups * settings.members
@@ -198,7 +203,7 @@ def evaluate(task: Task, params: Any, calls: int = 6) -> dict[str, float]:
             question(settings.seed, name, kinds[number % len(kinds)])
             for number, name in zip(numbers, names, strict=True)
         ]
-        verdicts = answer(task, params, names, asked, 1).right.tolist()
+        verdicts = answer(task, params, names, asked, 1, 1.0).right.tolist()
         for each, verdict in zip(asked, verdicts, strict=True):
             right[each.kind].append(verdict)
     return {kind: share(right[kind]) for kind in kinds if right[kind]}

@@ -91,8 +91,9 @@ def _extraction(draw: random.Random) -> Question:
         "color": draw.choice(_COLORS), "item": draw.choice(_ITEMS), "price": draw.randrange(2, 100),
     }  # fmt: skip
     sentence = draw.choice(_SENTENCES)
-    field = draw.choice([name for name in known if f"{{{name}}}" in sentence])
-    wanted = {field: known[field]}
+    there = [name for name in known if f"{{{name}}}" in sentence]
+    fields = draw.sample(there, draw.choice((1, 2)))
+    wanted = {field: known[field] for field in fields}
 
     def credit(reply: str) -> float:
         """How much of the object is wanted, and the other way round (F1 of its members)."""
@@ -100,7 +101,7 @@ def _extraction(draw: random.Random) -> Question:
         hits = (Counter(found) & Counter(map(_member, wanted.items()))).total()
         return 2 * hits / (len(found) + len(wanted)) if found else 0.0
 
-    text = f"{sentence.format_map(known)} Write {field} as JSON."
+    text = f"{sentence.format_map(known)} Write {' and '.join(fields)} as JSON."
     return Question("extraction", text, Json(wanted), credit)
 
 
