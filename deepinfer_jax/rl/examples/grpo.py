@@ -96,9 +96,15 @@ def summary(
         "largest_processed_difference": max(each.processed_difference for each in log),
         "largest_kl": max(abs(each.kl) for each in log),
         "seconds": round(share([e.sample_s + e.learn_s for e in log]) * len(log), 1),
-        "programs": [rollout_program._cache_size(), gradient_program._cache_size()],
+        "programs": compiled(),
         "digest": digest(state),
     }
+
+
+def compiled() -> list[int]:
+    """How many programs this process has compiled for sampling and for learning."""
+    every: Any = (rollout_program, gradient_program)
+    return [program._cache_size() for program in every]
 
 
 def digest(state: State) -> str:
