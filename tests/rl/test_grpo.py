@@ -66,7 +66,7 @@ def test_a_run_says_what_it_was(small, tmp_path):
 def test_a_folder_of_other_settings_is_refused(small, tmp_path):
     grpo.run(task(), tmp_path, until=1)
     other = dataclasses.replace(SETTINGS, rate=0.5)
-    with pytest.raises(ValueError, match=r"holds a run of other settings \(rate=0.0005\)"):
+    with pytest.raises(ValueError, match=r"holds a run of other settings \(rate=5e-05\)"):
         grpo.run(task(other), tmp_path)
 
 

@@ -37,11 +37,11 @@ class Settings:
     which changes its speed only.
     """
 
-    steps: int = 30
+    steps: int = 40
     groups: int = 4
     members: int = 8
-    rate: float = 5e-4
-    temperature: float = 1.5
+    rate: float = 5e-5
+    temperature: float = 1.0
     seed: int = 0
     rows: Form = "ffi"
     sampler_rows: Form | None = None
