@@ -85,6 +85,7 @@ def test_mask_equals_compact(dtype):
         check_state(dtype, cache, slot, slot)
 
 
+@pytest.mark.exhaustive  # the default run decodes after a replay, which reads all of it
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_global_entries_and_encoder_are_exact(dtype):
     """Replay approximates the decoder's windows and nothing else."""

@@ -288,7 +288,7 @@ def test_rows_with_one_id_are_refused_by_their_place(tmp_path, capsys):
 # -- with a model ----------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # the default run has the command over replies that no model made
 def test_replies_of_a_model_are_scored(task, tmp_path, capsys):
     out = tmp_path / "out.jsonl"
     given = ["generate", task, "--model", tiny_model.folder(), "--out", out, "--samples", 2]

@@ -17,7 +17,7 @@ def spoiled(setup):
     return feeding.garbage(setup.model, serving.SLOTS, 2 * setup.capacity)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # tests/test_rounds.py has rounds in any company
 @pytest.mark.parametrize("dtype", setups.TWINS)
 def test_drafts_do_not_depend_on_rejected_tokens_or_neighbours(dtype):
     setup = setups.illustrated(dtype)
