@@ -102,6 +102,7 @@ def test_global_entries_and_encoder_are_exact(dtype):
         assert (masked.of(slot, first)["logits"] != fed.of(slot, first)["logits"]).any()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("dtype", DTYPES)
 @given(
     cuts=st.tuples(*[st.lists(st.integers(1, n - 1), max_size=4) for n in PROMPTS]),

@@ -28,10 +28,7 @@ SEEDS = range(4)
 ADAM = optax.adam(3e-3)
 
 _rollout = jax.jit(rl.rollout, static_argnames=("cfg", "numerics", "new", "size"))
-# With recomputation, which trainers of large models need: it changes no bit of the forward pass.
-_gradient = jax.jit(
-    functools.partial(rl.policy_gradient, remat=True), static_argnames=("cfg", "numerics")
-)
+_gradient = jax.jit(rl.policy_gradient, static_argnames=("cfg", "numerics", "remat"))
 
 
 @functools.cache
@@ -122,9 +119,13 @@ def test_drafts_are_accepted_and_save_rounds():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("count", [4, pytest.param(20, marks=pytest.mark.exhaustive)])
-def test_steps_without_any_difference(count):
-    """Policy gradient: after every update sampler and trainer give the same bits, KL exactly 0."""
+@pytest.mark.parametrize(
+    ("count", "remat"), [(4, False), pytest.param(20, True, marks=pytest.mark.exhaustive)]
+)
+def test_steps_without_any_difference(count, remat):
+    """Policy gradient: after every update sampler and trainer give the same bits, KL exactly 0;
+    with recomputation, which trainers of large models need, too.
+    """
     model, weights = tiny_model.model(), masters()
     state = jax.jit(ADAM.init)(weights)
     for step in range(count):
@@ -132,8 +133,9 @@ def test_steps_without_any_difference(count):
         made = roll(weights, chosen, every_round(step % (DRAFTS + 1)))
         reward = _share_of_odd_tokens(made)
         slope, agreement = _gradient(
-            weights, model.tables, made, reward - reward.mean(), chosen, model.cfg, model.numerics
-        )
+            weights, model.tables, made, reward - reward.mean(), chosen, model.cfg, model.numerics,
+            remat=remat,
+        )  # fmt: skip
         assert float(agreement.raw) == 0
         assert float(agreement.processed) == 0
         assert float(agreement.kl) == 0
