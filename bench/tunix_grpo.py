@@ -7,7 +7,10 @@ distance between them (log ratio, importance ratio) must say exactly 0 and 1 in 
 its KL from the reference before the first update. With `--rate 0` both updates are of that kind.
 Exit status 1 otherwise.
 
-    python bench/tunix_grpo.py --machine cpu2
+tunix takes log-sum-exps by plain XLA operations; on a CPU this flag keeps their order:
+
+    XLA_FLAGS=--xla_cpu_experimental_ynn_fusion_type=LIBRARY_FUSION_TYPE_DOT \\
+        python bench/tunix_grpo.py --machine cpu2-flag
 """
 
 from __future__ import annotations
