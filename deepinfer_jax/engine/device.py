@@ -50,7 +50,7 @@ class Device:
 
     def __init__(self, model: Model, sizes: Sizes, sampling: Sampling, watch: Watch) -> None:
         """An empty device: nobody sits in its slots."""
-        self._model, self._slots, self._watch = model, sizes.slots, watch
+        self._model, self._watch = model, watch
         cache = caches.init_cache(
             model.cfg, model.numerics, sizes.slots, sizes.capacity, paging=sizes.paging
         )

@@ -60,15 +60,24 @@ def make_groups(
             f"prompts[{number}] has {len(prompts[number])} tokens, more than width={width}: cut it "
             "or raise width"
         )
-    tokens = np.zeros((len(prompts), width), np.int32)
-    for row, ids in zip(tokens, prompts, strict=True):
-        row[: len(ids)] = ids
+    tokens = padded(prompts, width)
     lengths = np.array([len(ids) for ids in prompts], np.int32)
     seeds = [member_seed(seed, name, member) for name in names for member in range(members)]
     sampling = samplers.make_sampling(
         len(seeds), temperature, top_p, top_k, min_p, seeds=seeds
     )  # fmt: skip
     return Groups(tokens.repeat(members, axis=0), lengths.repeat(members), sampling, members)
+
+
+def padded(
+    sequences: Sequence[Sequence[int] | np.ndarray], width: int, pad: int = 0, *, left: bool = False
+) -> np.ndarray:
+    """The sequences as [B, width] int32, filled up with `pad` behind them, or before them."""
+    made = np.full((len(sequences), width), pad, np.int32)
+    for row, ids in zip(made, sequences, strict=True):
+        start = width - len(ids) if left else 0
+        row[start : start + len(ids)] = ids
+    return made
 
 
 def _check(prompts: Sequence[Sequence[int]], members: int, names: Sequence[str | int]) -> None:

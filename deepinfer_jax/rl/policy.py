@@ -79,7 +79,7 @@ def policy_gradient(
             tokens=count,
             raw=jnp.max(jnp.where(counted, jnp.abs(seen.raw - rollout.raw), 0)),
             processed=jnp.max(jnp.abs(gap)),
-            kl=mean(ratio - 1 - gap),
+            kl=mean(_divergence(gap)),
             clipped=mean((cut != ratio).astype(jnp.float32)),
             reference_kl=apart,
         )

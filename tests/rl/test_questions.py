@@ -58,7 +58,7 @@ def test_questions_of_a_run_take_turns_and_fit_the_program():
     settings = Settings(groups=4, seed=2)
     names, kinds = [], []
     for step in range(6):
-        own, asked = questions_of(step, settings)
+        own, asked = questions_of("train", step, settings.groups, settings)
         names += own
         kinds += [each.kind for each in asked]
     assert len(set(names)) == 24

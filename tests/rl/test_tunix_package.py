@@ -63,15 +63,16 @@ def tunix_logps(width: int, new: int) -> list[np.ndarray]:
     """tunix's log-probs of the completions, prompts and completions padded to these sizes."""
     from tunix.rl import common
 
-    from deepinfer_jax.rl.tunix import module, prompts
+    from deepinfer_jax.rl.groups import padded
+    from deepinfer_jax.rl.tunix import module
 
     graph, trained, rest = module.parts(policy())
     found = common.compute_per_token_logps(
         graph, module.whole(trained, rest),
         prompt_tokens=jnp.asarray(
-            prompts.padded([p for p, _ in sequences()], width, PAD, left=True)
+            padded([p for p, _ in sequences()], width, PAD, left=True)
         ),
-        completion_tokens=jnp.asarray(prompts.padded([t for _, t in sequences()], new, PAD)),
+        completion_tokens=jnp.asarray(padded([t for _, t in sequences()], new, PAD)),
         pad_id=PAD, eos_id=1,
     )  # fmt: skip
     return [row[: len(t)] for row, (_, t) in zip(np.asarray(found), sequences(), strict=True)]

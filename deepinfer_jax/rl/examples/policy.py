@@ -121,11 +121,14 @@ def _moved(state: State, slope: Any, rate: jax.Array) -> State:
     return State(optax.apply_updates(state.params, updates), moments)
 
 
-def questions_of(step: int, settings: Settings) -> tuple[list[str], list[Question]]:
-    """(names, questions) of a step; the kinds take turns over all steps."""
-    kinds, first = list(KINDS), step * settings.groups
-    numbers = range(first, first + settings.groups)
-    names = [f"train-{number}" for number in numbers]
+def questions_of(
+    kind: str, part: int, count: int, settings: Settings
+) -> tuple[list[str], list[Question]]:
+    """(names, questions) of part number `part`, `count` of them, of those that "train" or are
+    "held-out"; the kinds of tasks take turns over all parts.
+    """
+    kinds, numbers = list(KINDS), range(part * count, (part + 1) * count)
+    names = [f"{kind}-{number}" for number in numbers]
     asked = [
         question(settings.seed, name, kinds[number % len(kinds)])
         for number, name in zip(numbers, names, strict=True)
@@ -165,7 +168,7 @@ def answer(
 def train_step(task: Task, state: State, step: int) -> tuple[State, Step]:
     """Update number `step`. Gives up `state`, whose arrays are donated."""
     settings = task.settings
-    names, asked = questions_of(step, settings)
+    names, asked = questions_of("train", step, settings.groups, settings)
     begin = time.perf_counter()
     replies = answer(task, state.params, names, asked, settings.members, settings.temperature)
     sampled = time.perf_counter()
@@ -197,12 +200,7 @@ def evaluate(task: Task, params: Any, calls: int = 6) -> dict[str, float]:
     size = settings.groups * settings.members
     right: dict[str, list[bool]] = {kind: [] for kind in kinds}
     for call in range(calls):
-        numbers = range(call * size, (call + 1) * size)
-        names = [f"held-out-{number}" for number in numbers]
-        asked = [
-            question(settings.seed, name, kinds[number % len(kinds)])
-            for number, name in zip(numbers, names, strict=True)
-        ]
+        names, asked = questions_of("held-out", call, size, settings)
         verdicts = answer(task, params, names, asked, 1, 1.0).right.tolist()
         for each, verdict in zip(asked, verdicts, strict=True):
             right[each.kind].append(verdict)

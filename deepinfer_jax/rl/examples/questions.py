@@ -18,14 +18,10 @@ from deepinfer_jax.evaluation.lists import SortedList
 from deepinfer_jax.evaluation.numbers import Number
 from deepinfer_jax.evaluation.values import Json
 from deepinfer_jax.evaluation.verifiers import Verifier
+from deepinfer_jax.training.corpus import words
 
 CREDIT = 0.5  # most that a wrong reply is worth
 
-_NAMES = ("Anna", "Eric", "Finn", "Hana", "Lily", "Mia", "Nora", "Ravi", "Sara", "Theo")
-_CITIES = ("Athens", "Berlin", "Boston", "Lima", "Madrid", "Oslo", "Rome", "Seoul", "Sydney")
-_JOBS = ("baker", "doctor", "farmer", "nurse", "pilot", "sailor", "singer", "teacher")
-_FOODS = ("bread", "pasta", "pizza", "rice", "soup")
-_COLORS = ("black", "blue", "brown", "green", "pink", "red", "white", "yellow")
 _ITEMS = ("apples", "balls", "books", "boxes", "cups", "hats", "kites", "lamps", "pens", "rings")
 _SENTENCES = (
     "{name} is {age} years old and lives in {city}.",
@@ -86,10 +82,16 @@ def _sorting(draw: random.Random) -> Question:
 
 def _extraction(draw: random.Random) -> Question:
     known = {
-        "name": draw.choice(_NAMES), "age": draw.randrange(3, 91), "city": draw.choice(_CITIES),
-        "job": draw.choice(_JOBS), "food": draw.choice(_FOODS), "count": draw.randrange(2, 21),
-        "color": draw.choice(_COLORS), "item": draw.choice(_ITEMS), "price": draw.randrange(2, 100),
-    }  # fmt: skip
+        "name": draw.choice(words.NAMES),
+        "age": draw.randrange(3, 91),
+        "city": draw.choice(words.CITIES),
+        "job": draw.choice(words.JOBS),
+        "food": draw.choice(words.FOODS),
+        "count": draw.randrange(2, 21),
+        "color": draw.choice(words.COLORS),
+        "item": draw.choice(_ITEMS),
+        "price": draw.randrange(2, 100),
+    }
     sentence = draw.choice(_SENTENCES)
     there = [name for name in known if f"{{{name}}}" in sentence]
     fields = draw.sample(there, draw.choice((1, 2)))

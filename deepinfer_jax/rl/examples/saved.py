@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 
+from deepinfer_jax import params as parameters
 from deepinfer_jax.rl.examples.policy import State
 
 
@@ -16,7 +17,7 @@ def save(folder: Path, step: int, state: State) -> None:
     if target.exists():
         return
     with _orbax().StandardCheckpointer() as checkpointer:
-        checkpointer.save(target, _leaves(state))
+        checkpointer.save(target, parameters.by_path(state))
 
 
 def steps(folder: Path) -> list[int]:
@@ -30,19 +31,11 @@ def restore(folder: Path, step: int, like: State) -> State:
     """The state that `save` wrote, with the shapes of `like`."""
     wanted = {
         path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
-        for path, leaf in _leaves(like).items()
+        for path, leaf in parameters.by_path(like).items()
     }
     with _orbax().StandardCheckpointer() as checkpointer:
         found = checkpointer.restore(folder.absolute() / str(step), wanted)
     return jax.tree.unflatten(jax.tree.structure(like), [found[path] for path in wanted])
-
-
-def _leaves(state: State) -> dict[str, jax.Array]:
-    """Path -> leaf, in the order of the tree."""
-    return {
-        jax.tree_util.keystr(path, simple=True, separator="."): leaf
-        for path, leaf in jax.tree_util.tree_leaves_with_path(state)
-    }
 
 
 def _orbax() -> Any:

@@ -11,6 +11,7 @@ import numpy as np
 
 from deepinfer_jax import rl
 from deepinfer_jax import sampling as samplers
+from deepinfer_jax.rl.groups import padded
 from deepinfer_jax.rl.tunix import prompts as layout
 from deepinfer_jax.rl.tunix import weights
 from deepinfer_jax.rl.tunix.asked import Asked, read_config
@@ -74,7 +75,7 @@ class TunixRollout(_base.BaseRollout):
         stops = np.array([*asked.stops, self.pad_id()], np.int32)
         params = weights.as_tree(weights.from_state(self._weights, self._cfg), self._cfg)
         made = rollout_program(
-            params, self._tables, layout.padded(prompted, asked.width, 0), lengths, sampling, stops,
+            params, self._tables, padded(prompted, asked.width), lengths, sampling, stops,
             self._cfg, self._numerics, new=asked.new, size=self._drafts,
         )  # fmt: skip
         whole, ends = np.asarray(made.tokens), np.asarray(made.lengths)
@@ -82,7 +83,7 @@ class TunixRollout(_base.BaseRollout):
             whole[row, first:end]
             for row, (first, end) in enumerate(zip(lengths, ends, strict=True))
         ]
-        left = layout.padded(prompted, asked.width, self.pad_id(), left=True)
+        left = padded(prompted, asked.width, self.pad_id(), left=True)
         return _base.RolloutOutput(
             text=[self._text(reply, stops) for reply in replies],
             logits=None,
@@ -125,7 +126,7 @@ class TunixRollout(_base.BaseRollout):
         self, left: np.ndarray, replies: list[np.ndarray], asked: Asked
     ) -> list[np.ndarray]:
         """What the trainer will say of each reply's tokens."""
-        right = layout.padded(replies, asked.new, self.pad_id())
+        right = padded(replies, asked.new, self.pad_id())
         scored = np.asarray(self._scored(left, right, asked.temperature))
         return [row[: len(reply)] for row, reply in zip(scored, replies, strict=True)]
 

@@ -6,8 +6,6 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
 from deepinfer_jax import rl
 from deepinfer_jax.rl.tunix.asked import Asked
 
@@ -34,15 +32,6 @@ def ids_of(texts: Sequence[str], tokenizer: Any, asked: Asked) -> list[list[int]
             )
         found.append(ids)
     return found
-
-
-def padded(sequences: Sequence[Any], width: int, pad: int, *, left: bool = False) -> np.ndarray:
-    """The sequences as [B, width] int32, filled up with `pad` behind them, or before them."""
-    made = np.full((len(sequences), width), pad, np.int32)
-    for row, ids in zip(made, sequences, strict=True):
-        start = width - len(ids) if left else 0
-        row[start : start + len(ids)] = ids
-    return made
 
 
 class Noise:
