@@ -1,8 +1,10 @@
-"""Kernels from outside XLA, as functions of JAX arrays.
+"""Kernels from outside XLA, as functions of JAX arrays (docs/kernels.md).
 
-`ffi`: our own C++ kernels for a CPU, called through XLA's typed foreign function interface and
-built by `building` at their first use. `deepinfer_jax.numerics` calls them for `rows="ffi"`; the
-plain JAX form of each operation there is its twin, which defines what it means and its gradient.
+What runs where: `registry` (operations as data, `select`, `explain`) over `machine`, a value.
+Ways into a compiled program: `handlers` (C++ of our own, built at first use), `dlpack` (libraries
+on torch tensors). `ffi` are our kernels for a CPU, which `deepinfer_jax.numerics` calls for
+`rows="ffi"`; `ops` are operations that libraries can run, with their meaning in plain JAX, and
+`adapters` call the libraries. `calling.call` runs one, `catalogue.OPS` lists them.
 
-Kernels for GPUs (FlashMLA, DeepGEMM, DeepEP) are planned and not here.
+Importing any of it needs neither a GPU nor torch.
 """

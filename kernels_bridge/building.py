@@ -57,18 +57,32 @@ def cache_folder() -> Path:
         ) from None
 
 
-def build(include: str, folder: Path | None = None) -> Path:
+def possible(include: str) -> bool:
+    """Whether `build` can make the kernels for rows here, or has made them; makes nothing."""
+    try:
+        return bool(find_compiler())
+    except NoKernelsError:
+        pass
+    try:
+        return _place(include, cache_folder(), SOURCE).exists()
+    except OSError:  # a folder that cannot be read or is nowhere
+        return False
+
+
+def build(include: str, folder: Path | None = None, source: Path | None = None) -> Path:
     """The built library, made now if `folder` (default: `cache_folder()`) does not hold it.
 
-    include: folder of XLA's headers, `jax.ffi.include_dir()`.
+    include: folder of XLA's headers, `jax.ffi.include_dir()`; source: what to compile (default:
+    `SOURCE`), with everything beside it.
 
     Raises NoKernelsError where there is no compiler, it fails, or the folder cannot be written.
     """
     folder = cache_folder() if folder is None else folder
+    source = SOURCE if source is None else source
     try:
-        path = folder / f"rows-{_fingerprint(include)}.so"
+        path = _place(include, folder, source)
         if not path.exists():
-            _build(find_compiler(), include, path)
+            _build(find_compiler(), include, source, path)
     except NoKernelsError:
         raise
     except OSError as error:
@@ -78,13 +92,17 @@ def build(include: str, folder: Path | None = None) -> Path:
     return path
 
 
-def _build(compiler: str, include: str, path: Path) -> None:
+def _place(include: str, folder: Path, source: Path) -> Path:
+    return folder / f"{source.stem}-{_fingerprint(include, source)}.so"
+
+
+def _build(compiler: str, include: str, source: Path, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     _sweep(path.parent)
     print("building the CPU kernels, once for this machine", file=sys.stderr, flush=True)
     with tempfile.TemporaryDirectory(prefix=_WORK, dir=path.parent) as work:
         made = Path(work) / path.name
-        command = [compiler, *FLAGS, "-isystem", include, str(SOURCE), "-o", str(made)]
+        command = [compiler, *FLAGS, "-isystem", include, str(source), "-o", str(made)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             said = done.stderr.strip().splitlines() or ["nothing said"]
@@ -107,11 +125,11 @@ def _sweep(folder: Path) -> None:
                 shutil.rmtree(left)
 
 
-def _fingerprint(include: str) -> str:
+def _fingerprint(include: str, source: Path) -> str:
     """Names what the library is made of and for; not the compiler, without which it still runs."""
     digest = hashlib.sha256()
     for part in [
-        *(path.read_bytes() for path in sorted(SOURCE.parent.iterdir())),
+        *(path.read_bytes() for path in sorted(source.parent.iterdir()) if path.is_file()),
         " ".join(FLAGS).encode(),
         _processor().encode(),
         *(path.read_bytes() for path in sorted(Path(include, "xla", "ffi", "api").glob("*.h"))),

@@ -7,16 +7,13 @@ NoKernelsError where they cannot be had.
 
 from __future__ import annotations
 
-import ctypes
-import functools
-import threading
 from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kernels_bridge import building
+from kernels_bridge import building, handlers
 from kernels_bridge.building import NoKernelsError
 
 __all__ = [
@@ -31,48 +28,32 @@ __all__ = [
     "product",
 ]
 
-_NAMES = (
-    "product",
-    "grouped",
-    "attend",
-    "attend_cache",
-    "index_scores",
-    "index_cache",
-    "best",
+_ROWS = handlers.Library(
+    building.SOURCE,
+    (
+        "product",
+        "grouped",
+        "attend",
+        "attend_cache",
+        "index_scores",
+        "index_cache",
+        "best",
+    ),
 )
 _OF_ONE_ROW = ("attend", "index_scores")
 _ROUNDINGS = {"none": 0, "once": 1, "reference": 2}
-_LOCK = threading.Lock()
 
 
 def load() -> None:
     """Build the kernels if need be and register them, once in a process."""
-    with _LOCK:
-        _register()
-
-
-@functools.cache
-def _register() -> ctypes.CDLL:
-    path = building.build(jax.ffi.include_dir())
-    try:
-        library = ctypes.CDLL(str(path))
-    except OSError as error:
-        raise NoKernelsError(
-            f"{path} cannot be loaded: {error}; remove it, or set XDG_CACHE_HOME to a folder from "
-            "which programs may run"
-        ) from error
-    for name in _NAMES:
-        handler = jax.ffi.pycapsule(getattr(library, f"deepinfer_{name}"))
-        jax.ffi.register_ffi_target(f"deepinfer_{name}", handler, platform="cpu")
-    return library
+    handlers.load(_ROWS)
 
 
 def _call(name: str, shape: tuple[int, ...], dtype: Any, *operands: jax.Array, **attributes: Any):
-    load()
     mapped = "broadcast_all" if name in _OF_ONE_ROW else None
     result = jax.ShapeDtypeStruct(shape, dtype)
-    call = jax.ffi.ffi_call(f"deepinfer_{name}", result, vmap_method=mapped)
-    return cast(jax.Array, call(*operands, **attributes))
+    made = handlers.call(_ROWS, name, result, *operands, attributes=attributes, mapped=mapped)
+    return cast(jax.Array, made)
 
 
 def product(x: jax.Array, w: jax.Array) -> jax.Array:

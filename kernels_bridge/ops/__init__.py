@@ -1,0 +1,1 @@
+"""Operations that kernels of other libraries can run: rules, twins, implementations."""
