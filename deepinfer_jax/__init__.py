@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from deepinfer_jax.grammar import Grammar
     from deepinfer_jax.llm import LLM, CompletionOutput, RequestOutput, SamplingParams
     from deepinfer_jax.loading import Model, load
+    from deepinfer_jax.model.capture import Capture, Captured
     from deepinfer_jax.model.forward import forward, trace
     from deepinfer_jax.numerics import Numerics
     from deepinfer_jax.params import init as init_params
@@ -36,6 +37,8 @@ __version__ = "0.1.0"
 # Public name -> where it lives: a module, or "module:name" where it has another name there.
 _HOMES = {
     "Cache": "cache",
+    "Capture": "model.capture",
+    "Captured": "model.capture",
     "CompletionOutput": "llm",
     "Grammar": "grammar",
     "LLM": "llm",
@@ -79,6 +82,8 @@ _HOMES = {
 __all__ = [
     "LLM",
     "Cache",
+    "Capture",
+    "Captured",
     "CompletionOutput",
     "Grammar",
     "Model",

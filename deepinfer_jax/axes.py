@@ -8,25 +8,49 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 MeshAxes = str | tuple[str, ...] | None
+# The axes that meshes of this package have: sequences, rows of one sequence, experts, and columns
+# of matrices, over which nothing is split as released: their partial sums would add up in another
+# order on another number of devices.
+MESH_AXES = DATA, CONTEXT, EXPERT, TENSOR = "data", "context", "expert", "tensor"
 LOGICAL = frozenset(
+    # of parameters
     "confidence_in draft_layer embed engram_in engram_rows expert expert_mlp group_in heads index "
-    "index_heads index_source kv kv_source layer markov mix o_rank q_rank stream stream_embed taps "
-    "vision vision_layer vocab".split()
+    "index_heads index_source kv kv_source layer markov mix o_rank q_rank router stream "
+    "stream_embed taps vision vision_layer vocab "
+    # of caches and of what a call is given
+    "entry page slot".split()
 )
 
 
 @dataclasses.dataclass(frozen=True)
+class Leaf:
+    """An array that is no parameter, such as one of the cache: `shape`, `dtype`, one logical axis
+    name per dimension, and `template`, its name in errors.
+    """
+
+    shape: tuple[int, ...]
+    dtype: Any
+    axes: tuple[str | None, ...]
+    template: str
+
+
+@dataclasses.dataclass(frozen=True)
 class Rules:
-    """Logical axis -> mesh axis (or several, or None); names that are not listed are not split."""
+    """Logical axis -> mesh axis (or several, or None); names that are not listed are not split.
+
+    padded: logical axes whose dimensions may get unused entries at their end where they cannot be
+    split evenly. For dimensions that are looked up by number only, such as the rows of tables.
+    """
 
     table: tuple[tuple[str, MeshAxes], ...] = ()
+    padded: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, **table: MeshAxes) -> Rules:
@@ -35,7 +59,7 @@ class Rules:
 
     def __post_init__(self) -> None:
         names = [name for name, _ in self.table]
-        unknown = sorted(set(names) - LOGICAL)
+        unknown = sorted({*names, *self.padded} - LOGICAL)
         if unknown:
             raise ValueError(
                 f"unknown logical axes {', '.join(unknown)}; known: {', '.join(sorted(LOGICAL))}"
@@ -69,12 +93,33 @@ def make_mesh(sizes: Mapping[str, int], devices: Any = None) -> Mesh:
     return jax.make_mesh(tuple(sizes.values()), tuple(sizes), kinds, devices=devices)
 
 
-def sharding_of(spec: Any, mesh: Mesh, rules: Rules) -> NamedSharding:
+def abstract_mesh(sizes: Mapping[str, int]) -> AbstractMesh:
+    """A mesh of the named sizes without devices, for shapes and bytes."""
+    kinds = (AxisType.Auto,) * len(sizes)
+    return AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=kinds)
+
+
+def padded_shape(spec: Any, mesh: Mesh | AbstractMesh, rules: Rules) -> tuple[int, ...]:
+    """The leaf's shape with dimensions named in `rules.padded` made divisible by their parts."""
+
+    def one(size: int, axis: str | None) -> int:
+        parts = math.prod(mesh.shape.get(name, 1) for name in rules.mesh_axes(axis))
+        return size + -size % parts if axis in rules.padded else size
+
+    return tuple(one(size, axis) for size, axis in zip(spec.shape, spec.axes, strict=True))
+
+
+def shard_shape(spec: Any, mesh: Mesh | AbstractMesh, rules: Rules) -> tuple[int, ...]:
+    """What one device holds of the leaf; raises as `sharding_of`."""
+    return sharding_of(spec, mesh, rules).shard_shape(padded_shape(spec, mesh, rules))
+
+
+def sharding_of(spec: Any, mesh: Mesh | AbstractMesh, rules: Rules) -> NamedSharding:
     """Layout of one leaf.
 
     Args:
-      spec: a `params.Spec`, or anything with `shape`, `axes` and `template` (the name in errors).
-      mesh: the devices.
+      spec: a `params.Spec`, a `Leaf`, or anything with `shape`, `axes` and `template` (its name).
+      mesh: the devices, or only their numbers (`abstract_mesh`).
       rules: logical -> mesh axes.
 
     Raises:
@@ -90,7 +135,8 @@ def sharding_of(spec: Any, mesh: Mesh, rules: Rules) -> NamedSharding:
         raise ValueError(
             f"{spec.template}: axes {spec.axes} put two dimensions on one mesh axis: {placed}"
         )
-    for size, axis, names in zip(spec.shape, spec.axes, placed, strict=True):
+    whole = padded_shape(spec, mesh, rules)
+    for size, axis, names in zip(whole, spec.axes, placed, strict=True):
         parts = math.prod(mesh.shape[name] for name in names)
         if size % parts:
             raise ValueError(
@@ -98,4 +144,26 @@ def sharding_of(spec: Any, mesh: Mesh, rules: Rules) -> NamedSharding:
                 f"{parts} parts of mesh axes {names}; change the rule for {axis!r} or the mesh"
             )
     entries = (names[0] if len(names) == 1 else (names or None) for names in placed)
-    return NamedSharding(mesh, PartitionSpec(*entries))
+    return NamedSharding(mesh, partition(entries))
+
+
+def partition(entries: Iterable[Any]) -> PartitionSpec:
+    """A `PartitionSpec` without None at its end, as JAX writes those of what programs return:
+    another form of the same would compile them anew.
+    """
+    kept = list(entries)
+    while kept and kept[-1] is None:
+        kept.pop()
+    return PartitionSpec(*kept)
+
+
+def shardings(tree: Any, mesh: Mesh | AbstractMesh, rules: Rules) -> Any:
+    """`sharding_of` every leaf of a tree of them, such as `params.abstract(cfg)`."""
+    return jax.tree.map(lambda spec: sharding_of(spec, mesh, rules), tree)
+
+
+def padded(tree: Any, mesh: Mesh | AbstractMesh, rules: Rules) -> Any:
+    """A tree of `Spec` or `Leaf` with shapes that the mesh divides, where `rules.padded` allows."""
+    return jax.tree.map(
+        lambda spec: dataclasses.replace(spec, shape=padded_shape(spec, mesh, rules)), tree
+    )

@@ -8,13 +8,15 @@ entries at positions that are overwritten before anything can read them, because
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from deepinfer_jax import quant
+from deepinfer_jax import axes, quant, summaries
 from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.numerics import Numerics
 from deepinfer_jax.rows import Rows, Spans
@@ -33,6 +35,9 @@ class Cache:
     pending  [pooled sources, B, P, 2, Hd] float32: (projection, gate) of recent tokens, ring
     history  [B, Q] int32: compressed token ids of recent tokens (-1 inside an image), ring
     lengths  [B] int32: committed tokens; set by transitions (`steps`, `rounds`), never by the model
+    ranks    static: devices of the mesh axis "context" that share global KV, 1: none do. Device r
+             has the entries e with e mod ranks = r of every slot: entry e of it lies where entry
+             e // ranks would lie alone, in pages of E/m/ranks (inside `jax.shard_map`)
     """
 
     window: jax.Array
@@ -43,6 +48,9 @@ class Cache:
     pending: jax.Array
     history: jax.Array
     lengths: jax.Array
+    ranks: int = dataclasses.field(default=1, metadata={"static": True}, repr=False)
+
+    __repr__ = summaries.of_fields
 
     @property
     def slots(self) -> int:
@@ -135,7 +143,7 @@ class Paging:
 
 def cache_shapes(
     cfg: ModelConfig, numerics: Numerics, slots: int, capacity: int, slack: int | None = None,
-    paging: Paging | None = None,
+    paging: Paging | None = None, ranks: int = 1,
 ) -> Cache:  # fmt: skip
     """The cache as `jax.ShapeDtypeStruct`.
 
@@ -144,9 +152,11 @@ def cache_shapes(
       capacity: tokens a slot can hold; rounded up to whole pages, or to whole entries.
       slack: most rows of one slot in a verification call; default: DSpark block + 1.
       paging: default: one page for every slot, as long as its capacity.
+      ranks: devices that share global KV; the shapes are those of all of them together.
     """
     slack = cfg.dspark_block_size + 1 if slack is None else slack
-    for name, value in (("slots", slots), ("capacity", capacity), ("slack", slack)):
+    sizes = (("slots", slots), ("capacity", capacity), ("slack", slack), ("ranks", ranks))
+    for name, value in sizes:
         if value < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")
     if capacity > cfg.max_position_embeddings:
@@ -154,7 +164,7 @@ def cache_shapes(
             f"capacity {capacity} exceeds max_position_embeddings={cfg.max_position_embeddings}"
         )
     paging = Paging(capacity, slots) if paging is None else paging
-    _check_paging(paging, capacity, cfg)
+    _check_paging(paging, capacity, cfg, ranks)
     most = max(cfg.ratios, default=1)
     ring = cfg.sliding_window + slack
     pooled = sum(1 for s in cfg.kv_source_layer_ids if cfg.compress_ratios[s] > 1)
@@ -163,7 +173,9 @@ def cache_shapes(
 
     def entries(codec: Codec) -> tuple[Any, ...]:
         return tuple(
-            codec.shaped(len(cfg.kv_sources(m)), paging.count, -(-paging.tokens // m))
+            codec.shaped(
+                len(cfg.kv_sources(m)), paging.count, ranks * -(-paging.tokens // (m * ranks))
+            )
             for m in cfg.ratios
         )
 
@@ -177,33 +189,111 @@ def cache_shapes(
         pending=shaped((pooled, slots, most - 1 + slack, 2, cfg.head_dim), jnp.float32),
         history=shaped((slots, cfg.engram_lookback + slack), jnp.int32),
         lengths=shaped((slots,), jnp.int32),
+        ranks=ranks,
     )
 
 
-def _check_paging(paging: Paging, capacity: int, cfg: ModelConfig) -> None:
+# One name per dimension. The width of a vector has none: packed bytes are of no use in parts.
+_AXES = {
+    "window": ("layer", "slot", None, None),
+    "draft": ("draft_layer", "slot", None, None),
+    "kv": ("kv_source", "page", "entry", None),
+    "keys": ("kv_source", "page", "entry", None),
+    "pages": ("slot", None),
+    "pending": ("kv_source", "slot", None, None, None),
+    "history": ("slot", None),
+    "lengths": ("slot",),
+}
+
+
+def slot_axis(name: str) -> int:
+    """Which axis of the field `name` counts slots, or the pages of slots."""
+    return next(place for place, axis in enumerate(_AXES[name]) if axis in ("slot", "page"))
+
+
+def split_over(kind: Any, slots: Any, entries: Any, **static: Any) -> Any:
+    """How a `Cache`, or a part such as `Snapshots`, lies on a mesh: each field's `PartitionSpec`.
+
+    slots, entries: mesh axes of slots and their pages, and of the entries of a page.
+    """
+    over = {"slot": slots, "page": slots, "entry": entries}
+
+    names = [field.name for field in dataclasses.fields(kind) if field.name in _AXES]
+    specs = {name: axes.partition(over.get(axis or "") for axis in _AXES[name]) for name in names}
+    return kind(**specs, **static)
+
+
+def cache_leaves(shapes: Cache) -> Cache:
+    """`cache_shapes` with the logical axes of every leaf, as `axes.Leaf`."""
+
+    def one(name: str, shaped: Any) -> Any:
+        if isinstance(shaped, tuple):
+            return tuple(one(name, each) for each in shaped)
+        return axes.Leaf(shaped.shape, shaped.dtype, _AXES[name], f"cache.{name}")
+
+    leaves = {name: one(name, getattr(shapes, name)) for name in _AXES}
+    return dataclasses.replace(shapes, **leaves)
+
+
+def cache_shardings(shapes: Cache, mesh: Any, rules: axes.Rules) -> Cache:
+    """The cache as `NamedSharding`; ValueError names the leaf that the rules do not fit.
+
+    Pages are numbered within a device: where slots and pages are split they are split alike.
+    """
+    if rules.mesh_axes("slot") != rules.mesh_axes("page"):
+        raise ValueError(
+            f"slots are split over {rules.mesh_axes('slot')} and pages over "
+            f"{rules.mesh_axes('page')}: a slot's pages must be where the slot is, so give both "
+            "one rule"
+        )
+    return jax.tree.map(lambda leaf: axes.sharding_of(leaf, mesh, rules), cache_leaves(shapes))
+
+
+def _check_paging(paging: Paging, capacity: int, cfg: ModelConfig, ranks: int) -> None:
     for name in ("tokens", "count"):
         if getattr(paging, name) < 1:
             raise ValueError(f"paging.{name} must be at least 1, got {getattr(paging, name)}")
     for ratio in cfg.ratios if capacity > paging.tokens else ():
-        if paging.tokens % ratio:
+        if paging.tokens % (ratio * ranks):
+            each = "" if ranks == 1 else f" for each of {ranks} devices"
             raise ValueError(
-                f"paging.tokens must be a multiple of {ratio}, the tokens of a compressed entry, "
-                f"where a slot has several pages, got {paging.tokens}"
+                f"paging.tokens must be a multiple of {ratio * ranks}, the tokens of a compressed "
+                f"entry{each}, where a slot has several pages, got {paging.tokens}"
             )
+
+
+def zeros(shapes: Any) -> Any:
+    """Arrays for a tree of shapes: one program makes them all, not one for every shape."""
+    leaves, kind = jax.tree.flatten(shapes)
+    return jax.tree.unflatten(kind, _zeros(tuple(leaves)))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _zeros(shapes: Sequence[jax.ShapeDtypeStruct]) -> list[jax.Array]:
+    return [jnp.zeros(s.shape, s.dtype) for s in shapes]
 
 
 def init_cache(
     cfg: ModelConfig, numerics: Numerics, slots: int, capacity: int, slack: int | None = None,
-    paging: Paging | None = None,
+    paging: Paging | None = None, ranks: int = 1,
 ) -> Cache:  # fmt: skip
     """An empty cache; see `cache_shapes` for the arguments.
 
     With `paging` no slot has a page yet: whoever gives pages out sets `pages`.
     """
-    shapes = cache_shapes(cfg, numerics, slots, capacity, slack, paging)
-    cache = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+    shapes = cache_shapes(cfg, numerics, slots, capacity, slack, paging, ranks)
+    cache = zeros(shapes)
     own = jnp.arange(slots, dtype=jnp.int32)[:, None]  # without paging: one page each
     return dataclasses.replace(cache, pages=own if paging is None else cache.pages - 1)
+
+
+def share_of(cache: Cache) -> Cache:
+    """What each of the `ranks` devices of an empty cache has of it (inside `jax.shard_map`)."""
+
+    def own(stacks: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        return tuple(stack[:, :, : stack.shape[2] // cache.ranks] for stack in stacks)
+
+    return dataclasses.replace(cache, kv=own(cache.kv), keys=own(cache.keys))
 
 
 def ring_targets(rows: Rows, spans: Spans, ring: int) -> tuple[jax.Array, jax.Array]:

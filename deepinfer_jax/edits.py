@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from deepinfer_jax import numerics
+from deepinfer_jax import numerics, summaries
 from deepinfer_jax.config import ModelConfig
 
 Array = jax.Array | np.ndarray
@@ -59,6 +59,8 @@ class Edits:
     first_end: Array
     forced: Array
     start: Array
+
+    __repr__ = summaries.of_fields
 
 
 def idle(slots: int, vocab: int, ends: int, forced: int) -> Edits:

@@ -9,6 +9,7 @@ from typing import Any, Unpack
 from deepinfer_jax import engine
 from deepinfer_jax import prompts as prompting
 from deepinfer_jax.engine import Update
+from deepinfer_jax.engine.sites import ONE, Site
 from deepinfer_jax.loading import Model
 from deepinfer_jax.planning.policies import OFF, Policy
 from deepinfer_jax.requests import OptionArguments, Options, Request, Result, make_options
@@ -20,6 +21,8 @@ def generate(
     *,
     batch_size: int | None = None,
     speculative: Policy = OFF,
+    site: Site = ONE,
+    progress: bool = True,
     **options: Unpack[OptionArguments],
 ) -> list[Result]:
     """One reply to each prompt, in order.
@@ -36,6 +39,8 @@ def generate(
       model: from `load`.
       batch_size: most prompts at once, default 8; speculative: use of the drafter (`planning`),
         default none. They change speed and memory only.
+      site: where arrays lie and which programs run (`engine.sites`), default JAX's device.
+      progress: show a bar of finished replies on a terminal, where tqdm is installed.
 
     Options, by name (`requests.Options`):
       max_tokens: of a reply, which must fit `model.max_length` with its prompt; default 256.
@@ -57,8 +62,34 @@ def generate(
       ImportError: llguidance is missing. FloatingPointError, GrammarError: a request failed alone.
     """
     requests = _requests(model, prompts, make_options(**options))
-    made = updates(model, requests, batch_size=batch_size, speculative=speculative)
-    return _results(made, len(requests))
+    made = updates(model, requests, batch_size=batch_size, speculative=speculative, site=site)
+    return _results(watched(made, len(requests), progress), len(requests))
+
+
+def watched(made: Iterator[Update], total: int, show: bool) -> Iterator[Update]:
+    """The same updates; with `show`, beside a bar of finished requests.
+
+    Only a terminal shows it, and only where tqdm is installed. Until the first reply it says what
+    takes the time: a new shape of call is compiled.
+    """
+    bar = _bar(total) if show else None
+    if bar is None:
+        yield from made
+        return
+    with bar:
+        for update in made:
+            if update.result or update.error:
+                bar.set_description("replies", refresh=False)
+                bar.update()
+            yield update
+
+
+def _bar(total: int) -> Any:
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        return None
+    return tqdm(total=total, desc="compiling", disable=None)
 
 
 def _results(made: Iterator[Update], count: int) -> list[Result]:
@@ -109,6 +140,7 @@ def updates(
     batch_size: int | None = None,
     eager: bool = False,
     speculative: Policy = OFF,
+    site: Site = ONE,
 ) -> Iterator[Update]:
     """What happens to requests (see `prompts.make_requests`) as it happens.
 
@@ -116,7 +148,9 @@ def updates(
     `eager` is for a reader who watches: the first looks come after 1, 2, 4, 8 rounds instead of
     after 16 each.
     """
-    return engine.run(model, requests, batch_size=batch_size, eager=eager, policy=speculative)
+    return engine.run(
+        model, requests, batch_size=batch_size, eager=eager, policy=speculative, site=site
+    )
 
 
 def _requests(model: Model, prompts: Sequence[Any], options: Options) -> list[Request]:

@@ -116,7 +116,7 @@ def _layers(cfg: ModelConfig) -> tuple[Layers, ...]:
 def _components(cfg: ModelConfig) -> tuple[Component, ...]:
     totals = {name: [0, 0, 0, 0] for name, _ in _COMPONENTS}
     for spec in params.specs(cfg):
-        name = next(n for n, pattern in _COMPONENTS if re.match(pattern, spec.template))
+        name = component_of(spec)
         elements = math.prod(spec.shape)
         # scales are no parameters, a packed FP4 byte is two
         count = elements * {"F8_E8M0": 0, "I8": 2}.get(spec.storage, 1)
@@ -124,6 +124,11 @@ def _components(cfg: ModelConfig) -> tuple[Component, ...]:
         added = (count, *active, elements * spec.dtype.itemsize)
         totals[name] = [t + a for t, a in zip(totals[name], added, strict=True)]
     return tuple(Component(name, *total) for name, total in totals.items() if total[0])
+
+
+def component_of(spec: Spec) -> str:
+    """Name of the part that a leaf belongs to, as in `Info.components`."""
+    return next(name for name, pattern in _COMPONENTS if re.match(pattern, spec.template))
 
 
 def _active(cfg: ModelConfig, spec: Spec, count: int) -> tuple[int, int]:
@@ -161,7 +166,7 @@ def format_info(info: Info) -> str:
     return "\n\n".join((_roles(info), _counts(info), _storage(info), _cache_bytes(info))) + "\n"
 
 
-def _table(head: tuple[str, ...], rows: list[tuple[str, ...]], left: int = 1) -> str:
+def table(head: tuple[str, ...], rows: list[tuple[str, ...]], left: int = 1) -> str:
     """Columns as wide as their longest entry; the first `left` are flush left."""
     wide = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
 
@@ -182,7 +187,7 @@ def _roles(info: Info) -> str:
         sources = (run.kv, run.index, run.candidates, kind.engram)
         cells = ["-" if s is None else str(s) for s in sources]
         rows.append((span, kind.role, half, str(kind.ratio), *cells, "yes" if kind.tap else "-"))
-    return _table(head, rows, left=3)
+    return table(head, rows, left=3)
 
 
 def _counts(info: Info) -> str:
@@ -193,13 +198,13 @@ def _counts(info: Info) -> str:
     ]
     numbers = [(c.parameters, c.prefill, c.decode, c.nbytes) for c in info.components]
     rows.append(("total", *(f"{sum(column):,}" for column in zip(*numbers, strict=True))))
-    return _table(head, rows)
+    return table(head, rows)
 
 
 def _storage(info: Info) -> str:
     rows = [(k, f"{v:,}") for k, v in sorted(info.census.bytes_by_storage.items())]
     rows.append(("total", f"{info.census.total_bytes:,}"))
-    return f"{_table(('storage', 'bytes'), rows)}\n{info.census.tensors:,} tensors"
+    return f"{table(('storage', 'bytes'), rows)}\n{info.census.tensors:,} tensors"
 
 
 def _cache_bytes(info: Info) -> str:
@@ -209,4 +214,4 @@ def _cache_bytes(info: Info) -> str:
         ("  index keys", f"{info.index_key_bytes:,g}"),
         *((f"{name} per sequence", f"{size:,}") for name, size in info.state),
     ]
-    return _table(("cache", "bytes"), rows)
+    return table(("cache", "bytes"), rows)

@@ -6,22 +6,25 @@ import dataclasses
 import os
 import reprlib
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import jax
 import numpy as np
 import tokenizers
 
-from deepinfer_jax import checkpoint, resources, text
+from deepinfer_jax import checkpoint, layout, resources, summaries, text
+from deepinfer_jax.checkpoint.reading import Engram
 from deepinfer_jax.config import ModelConfig
-from deepinfer_jax.model import engram
-from deepinfer_jax.numerics import Form, Numerics, rows_for, startup
+from deepinfer_jax.layout import Onto
+from deepinfer_jax.model import engram as memory
+from deepinfer_jax.numerics import Form, Numerics, forms, startup
 from deepinfer_jax.params import Params, decode, decoded_bytes
 from deepinfer_jax.planning.calibration import TEMPERATURES_FILE, load_temperatures
 from deepinfer_jax.tables import Tables, make_tables
 from deepinfer_jax.text import Tokenizer
 from deepinfer_jax.text.engram_map import MAP_FILE, TOKENIZER_FILE
 from kernels_bridge import ffi
+from kernels_bridge.machine import probe
 
 # Longest sequence that a model is prepared for unless the caller asks for more. Rotation tables
 # have a row per position: at the released 1M positions they would take half a gigabyte.
@@ -47,12 +50,20 @@ class Model:
     """
 
     name: str
-    cfg: ModelConfig = dataclasses.field(repr=False)
+    cfg: ModelConfig
     numerics: Numerics
-    params: Params = dataclasses.field(repr=False)
-    tables: Tables = dataclasses.field(repr=False)
-    tokenizer: Tokenizer = dataclasses.field(repr=False)
-    confidence_temperatures: tuple[float, ...] = dataclasses.field(repr=False, default=())
+    params: Params
+    tables: Tables
+    tokenizer: Tokenizer
+    confidence_temperatures: tuple[float, ...] = ()
+
+    def __repr__(self) -> str:
+        cfg, weights = self.cfg, summaries.size(summaries.bytes_of(self.params))
+        return (
+            f"Model({self.name!r}: {cfg.num_hidden_layers} layers of {cfg.hidden_size}, vocabulary "
+            f"{cfg.vocab_size}, weights {weights}, max_length {self.max_length}, numerics "
+            f"{self.numerics.fingerprint()} ({self.numerics.rows}, {self.numerics.dtype}))"
+        )
 
     @property
     def max_length(self) -> int:
@@ -61,13 +72,11 @@ class Model:
 
 
 def load(
-    model: str | Path = "spark-tiny",
-    *,
-    numerics: Numerics | None = None,
-    max_length: int | None = None,
-    weights: Literal["auto", "stored", "decoded"] = "auto",
-    rows: Form | None = None,
-) -> Model:
+    model: str | Path = "spark-tiny", *, numerics: Numerics | None = None,
+    max_length: int | None = None, weights: Literal["auto", "stored", "decoded"] = "auto",
+    rows: Form | None = None, engram: Engram = "device",
+    onto: Onto | tuple[Any, ...] | None = None,
+) -> Model:  # fmt: skip
     """Load a shipped model by name, or a checkpoint in the released layout from its folder.
 
     Args:
@@ -80,19 +89,22 @@ def load(
         `params.decode`), which is several times faster on a CPU and gives the same bits; "auto"
         decodes on a CPU while the result stays below 1 GiB.
       rows: the form of the numerics (`Numerics.rows`), in place of what `numerics` says; default
-        `rows_for` of the back end. "ffi" is 1.4 to 3 times as fast as "tiled" on a CPU and needs a
-        C++ compiler there; the two have other bits.
+        the first that keeps the promise here (docs/kernels.md "What runs where"). "ffi" is 1.4 to
+        3 times as fast as "tiled" on a CPU and needs a C++ compiler; the two have other bits.
+      engram: where the Engram tables are, with the same bits (docs/checkpoints.md 4): "device";
+        "pinned" in the host's memory, read from there by the programs of one device; "mapped" in
+        their files, for steps that are given the rows of their tokens (`fetching`).
+      onto: a mesh, placements of experts on it, and rules (`layout.Onto`, or a tuple): each process
+        reads what its devices hold, as an engine with that `Site` wants it. An engine that moves
+        experts takes these weights over.
 
     Raises:
       FileNotFoundError: no such model or folder, or a file of it is missing.
       ValueError: a file is damaged or does not fit the others, `max_length` is out of range, or
-        the numerics cannot keep their promise under the settings of JAX and XLA.
+        the numerics cannot run here, or not keep their promise under the settings of JAX and XLA.
       kernels_bridge.ffi.NoKernelsError: `rows="ffi"`, and the kernels cannot be built here.
     """
-    if weights not in ("auto", "stored", "decoded"):
-        raise ValueError(f'weights must be "auto", "stored" or "decoded", got {weights!r}')
-    if numerics is not None and not isinstance(numerics, Numerics):
-        raise TypeError(f"numerics must be a Numerics, such as Numerics.fp32(), got {numerics!r}")
+    _check_ways(numerics, weights, engram, onto)
     folder = find_folder(model)
     cfg = ModelConfig.from_json(folder)
     length = resolve_length(cfg, max_length)
@@ -104,17 +116,35 @@ def load(
         name=str(model),
         cfg=cfg,
         numerics=numerics,
-        params=_in_memory(checkpoint.load_params(folder, cfg), cfg, weights),
+        params=_params(folder, cfg, weights, engram, onto),
         tables=tables,
         tokenizer=tokenizer,
         confidence_temperatures=_temperatures(folder, cfg),
     )
 
 
+def _check_ways(numerics: Any, weights: str, engram: str, onto: Any) -> None:
+    """Refuse arguments of `load` that are none, before anything is read."""
+    if weights not in ("auto", "stored", "decoded"):
+        raise ValueError(f'weights must be "auto", "stored" or "decoded", got {weights!r}')
+    if numerics is not None and not isinstance(numerics, Numerics):
+        raise TypeError(f"numerics must be a Numerics, such as Numerics.fp32(), got {numerics!r}")
+    if engram not in get_args(Engram) or (onto is not None and engram != "device"):
+        raise ValueError(
+            f'engram must be one of {", ".join(get_args(Engram))}, and "device" on a mesh, got '
+            f"{engram!r}"
+        )
+
+
+def config_of(model: str | Path) -> ModelConfig:
+    """The configuration of a model by name or folder, without its weights; raises as `load`."""
+    return ModelConfig.from_json(find_folder(model))
+
+
 def _chosen(numerics: Numerics | None, rows: Form | None, cfg: ModelConfig) -> Numerics:
     """The numerics of `load`, able to run here."""
     if numerics is None:
-        numerics = Numerics.native(cfg.quantized, rows or rows_for(jax.default_backend()))
+        numerics = Numerics.native(cfg.quantized, rows or forms.choose(probe()))
     elif rows is not None:
         numerics = dataclasses.replace(numerics, rows=rows)
     startup.check(numerics, surroundings())
@@ -133,7 +163,7 @@ def surroundings() -> startup.Surroundings:
     """The settings of this process that bits depend on."""
     config: Any = jax.config  # its flags are made when it is imported
     return startup.Surroundings(
-        backend=jax.default_backend(),
+        machine=probe(),
         xla_flags=os.environ.get("XLA_FLAGS", ""),
         matmul_precision=config.jax_default_matmul_precision,
         x64=config.jax_enable_x64,
@@ -144,16 +174,33 @@ def surroundings() -> startup.Surroundings:
 def _check_engram(folder: Path, cfg: ModelConfig) -> None:
     """Refuse Engram sizes that no hashing fits, which would come to light while tracing."""
     try:
-        engram.hash_constants(cfg)
+        memory.hash_constants(cfg)
     except ValueError as error:
         raise ValueError(f"{folder / 'config.json'}: {error}") from None
 
 
-def _in_memory(params: Params, cfg: ModelConfig, weights: str) -> Params:
+def _params(
+    folder: Path, cfg: ModelConfig, weights: str, engram: Engram,
+    onto: Onto | tuple[Any, ...] | None,
+) -> Params:  # fmt: skip
+    """The weights as `load` wants them."""
     if weights == "auto":
         small = decoded_bytes(cfg) <= DECODED_LIMIT
         weights = "decoded" if small and jax.default_backend() == "cpu" else "stored"
-    return decode(params) if weights == "decoded" else params
+    if onto is not None:
+        onto = onto if isinstance(onto, Onto) else Onto(*onto)
+        params = layout.load(folder, *onto, cfg=cfg)
+        if weights == "stored":
+            return params
+        return layout.place(decode(params), cfg, onto.mesh, onto.rules)
+    params = checkpoint.load_params(folder, cfg, engram=engram)
+    if weights == "stored" or engram == "device":
+        return decode(params) if weights == "decoded" else params
+    # Tables that are elsewhere are no argument of the program that decodes.
+    tables = [each.pop("embed") for each in params["engram"]]
+    params = decode(params)
+    kept = zip(params["engram"], tables, strict=True)
+    return {**params, "engram": tuple({**each, "embed": table} for each, table in kept)}
 
 
 def find_folder(model: str | Path) -> Path:

@@ -5,6 +5,8 @@ See docs/determinism.md "Noise". Legend: V vocabulary.
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -54,13 +56,16 @@ def noise_words(
     return x0, x1
 
 
+@functools.partial(jax.jit, static_argnames="stream")
 def gumbel(seed: Array, index: Array, token_ids: Array, stream: int = TOKEN) -> jax.Array:
     """Gumbel noise [..., V] float32 (docs/determinism.md "Noise"); see `noise_words`.
 
     The uniform has 64 bits and goes through log1p because the noise must be fine where the
     exponential is small: that is what lets a token of probability 1e-8 win as often as it should.
     Both scalings are by powers of two, hence exact. The result is pinned: a caller adds it, and a
-    last product inside `log` must not be contracted into that sum in some programs only.
+    last product inside `log` must not be contracted into that sum in some programs only. It is one
+    program also where it is called outside of any: XLA:CPU gives `log` by itself other bits for
+    some shapes (rows of 7, say) than it gives it beside other operations.
     """
     w0, w1 = noise_words(seed, index, token_ids, stream)
     uniform = w0.astype(jnp.float32) * np.float32(2.0**-32)

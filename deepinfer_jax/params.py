@@ -1,8 +1,9 @@
 """The parameter tree, written once: shapes, storage, logical axes, released names, initialisers.
 
-`abstract(cfg)` is a tree of `Spec`; random weights, shardings, checkpoint reading and writing are
-all derived from it. Layers are stacked: a leaf under `layers` has a leading axis over backbone
-layers, routed experts one more over experts, so that a loop indexes one stack without copying it.
+`abstract(cfg)` is a tree of `Spec`; random weights, shardings (`axes.shardings`), checkpoint
+reading and writing are all derived from it. Layers are stacked: a leaf under `layers` has a leading
+axis over backbone layers, routed experts one more over experts, so that a loop indexes one stack
+without copying it.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 
-from deepinfer_jax import axes, quant
+from deepinfer_jax import quant, summaries
 from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.quant import Quantized
 
 Params = dict[str, Any]
+TABLE_ROWS = "engram_rows"  # the logical axis of what a token reads a few rows of
 Storage = Literal["F8_E4M3", "F8_E8M0", "I8", "BF16", "F32"]
 ARRAY_DTYPE = {
     "F8_E4M3": np.dtype(np.uint8),
@@ -179,14 +180,15 @@ def _hyper(cfg: ModelConfig, at: _Stack, name: str) -> Params:
 def _moe(cfg: ModelConfig, at: _Stack, experts: int) -> Params:
     fp8, fp4 = _formats(cfg)
     d, width = cfg.hidden_size, cfg.moe_intermediate_size
+    # Every device routes its own rows to all experts: routers have an axis of their own.
     each = at.deeper("ffn.experts.{}.", tuple(range(experts)), "expert")
     shared = dataclasses.replace(at, prefix=at.prefix + "ffn.shared_experts.")
     gate: Params = {
-        "weight": at.bf16("ffn.gate.weight", (experts, d), ("expert", "embed"), init=d**-0.5),
-        "bias": at.f32("ffn.gate.bias", (experts,), ("expert",), init=0.1),
+        "weight": at.bf16("ffn.gate.weight", (experts, d), ("router", "embed"), init=d**-0.5),
+        "bias": at.f32("ffn.gate.bias", (experts,), ("router",), init=0.1),
     }
     if cfg.vision is not None:
-        gate["bias_vl"] = at.f32("ffn.gate.bias_vl", (experts,), ("expert",), init=0.1)
+        gate["bias_vl"] = at.f32("ffn.gate.bias_vl", (experts,), ("router",), init=0.1)
 
     def matrices(where: _Stack, fmt: str | None) -> Params:
         up, down = ("expert_mlp", "embed"), ("embed", "expert_mlp")
@@ -234,7 +236,7 @@ def _engram(cfg: ModelConfig, ordinal: int) -> Params:
     d, c = cfg.hidden_size, cfg.hc_mult
     streams = ("stream", "embed")
     return {
-        "embed": at.linear("embed", rows, width, ("engram_rows", None), "fp8_group"),
+        "embed": at.linear("embed", rows, width, (TABLE_ROWS, None), "fp8_group"),
         "wkv": at.linear("wkv", (c + 1) * d, cfg.engram_columns * width, (None, "engram_in"), fp8),
         "q_weight": at.bf16("q_weight", (c, d), streams, init=1.0, constant=True),
         "k_weight": at.bf16("k_weight", (c, d), streams, init=1.0, constant=True),
@@ -307,15 +309,21 @@ def shapes(cfg: ModelConfig) -> Params:
     return jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype), abstract(cfg))
 
 
-def shardings(cfg: ModelConfig, mesh: Mesh, rules: axes.Rules) -> Params:
-    """The tree as `NamedSharding`; ValueError names the leaf that the rules do not fit."""
-    return jax.tree.map(lambda spec: axes.sharding_of(spec, mesh, rules), abstract(cfg))
-
-
 def by_path(tree: Any) -> dict[str, Any]:
     """Leaves by dotted path in tree order, such as `layers.attn.wq_a.codes`."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
+
+
+def summary(params: Params) -> str:
+    """A table for reading: arrays, dtypes and bytes of every part of a tree of weights."""
+    lines = [f"{'part':12} {'arrays':>6}  {'bytes':>8}  dtypes"]
+    for name, part in [*params.items(), ("all", params)]:
+        leaves = jax.tree.leaves(part)
+        kinds = ", ".join(sorted({np.dtype(leaf.dtype).name for leaf in leaves}))
+        held = summaries.size(summaries.bytes_of(part))
+        lines.append(f"{name:12} {len(leaves):6}  {held:>8}  {kinds}")
+    return "\n".join(lines)
 
 
 def leaf_differences(given: Mapping[str, Any], expected: Mapping[str, Any]) -> list[str]:
@@ -332,10 +340,26 @@ def leaf_differences(given: Mapping[str, Any], expected: Mapping[str, Any]) -> l
     return lines
 
 
-def differences(params: Params, cfg: ModelConfig) -> list[str]:
-    """What keeps `params` from being a tree of this config, one line per path; empty if nothing."""
-    expected = shapes(cfg)
-    lines = leaf_differences(by_path(params), by_path(expected))
+def lengthened(specs: Mapping[str, Spec], given: Mapping[str, Any]) -> dict[str, Spec]:
+    """`specs` by path; Engram tables as long as those given where these have more rows, which are
+    the padding that a mesh needed (`axes.padded`).
+    """
+    made = dict(specs)
+    for path, spec in specs.items():
+        if spec.axes[:1] == (TABLE_ROWS,) and path in given:
+            rows = max(spec.shape[0], *given[path].shape[:1])
+            made[path] = dataclasses.replace(spec, shape=(rows, *spec.shape[1:]))
+    return made
+
+
+def differences(params: Params, cfg: ModelConfig, padded: bool = False) -> list[str]:
+    """What keeps `params` from being a tree of this config, one line per path; empty if nothing.
+
+    padded: Engram tables may have rows beyond their own (`lengthened`).
+    """
+    expected, given = abstract(cfg), by_path(params)
+    wanted = by_path(expected)
+    lines = leaf_differences(given, lengthened(wanted, given) if padded else wanted)
     if not lines and jax.tree.structure(params) != jax.tree.structure(expected):
         lines.append("the quantized formats differ")
     return lines

@@ -88,7 +88,6 @@ def _missing(name: str, default: str, meaning: str, state: str) -> Setting:
     return Setting(name, default, meaning, "not yet", state)
 
 
-_FIXED_EXPERTS = "experts stay where `parallel.place` puts them"
 _SIZES = "the engine compiles few programs of fixed sizes (`engine.sizes`)"
 _ONE_TOWER = "pictures are encoded by the process that shows them, when their rows are about to run"
 _XLA_MOVES = "XLA moves data between devices and chooses how"
@@ -108,7 +107,7 @@ SETTINGS: tuple[Setting, ...] = (
     _needless("USERBUFFER_COMM_SMS", "0: automatic", "processors for the exchange of experts",
               _XLA_MOVES),
     _needless("GLOO_TIMEOUT", "14400 s", "patience of collectives between hosts",
-              "one process drives all devices of a mesh"),
+              "processes that wait for one that has died end within seconds"),
     _needless("GC_INTERVAL_STEP", "1000", "steps between garbage collections",
               "Python's own collector is left to itself"),
     _needless("ENFORCE_EAGER", "0", "run without captured graphs",
@@ -123,17 +122,25 @@ SETTINGS: tuple[Setting, ...] = (
     _needless("DISABLE_SYNC_GUARD", "0", "no search for hidden waits of the host",
               "the engine reads results in one place, a step behind the device"),
     # -- experts
-    _missing("OVERRIDE_NUM_EXTRA_EXPERTS", "0", "fewest copies of experts", _FIXED_EXPERTS),
-    _missing("EXPERT_COUNT_WINDOW_SIZE", "100", "steps of the statistics of experts",
-             _FIXED_EXPERTS),
-    _missing("EXPERT_REARRANGEMENT_STEP_INTERVAL", "0: off", "decode steps between moves",
-             _FIXED_EXPERTS),
-    _missing("REARRANGE_AFTER_PREFILL_IN_NORMAL_ENGINE", "0", "moves after prompts, too",
-             _FIXED_EXPERTS),
-    _missing("REARRANGE_P2P_GROUPS", "1", "batches of a move", _FIXED_EXPERTS),
-    _missing("SHOW_EPLB_DETAIL", "0", "log every move", _FIXED_EXPERTS),
-    _missing("MOE_LB_STAT_INTERVAL", "128", "steps of the measure of balance",
-             "`forward` gives the experts of every row (`Hidden.routed`), nothing counts them"),
+    _field("OVERRIDE_NUM_EXTRA_EXPERTS", "0", "fewest copies of experts",
+           "over a mesh; the command's --extra-experts",
+           "layout.initial_placements(least)"),
+    _field("EXPERT_COUNT_WINDOW_SIZE", "100", "steps of the statistics of experts",
+           "calls of the devices; the command takes those since the last rearrangement",
+           "engine.balance.Balancing.window"),
+    _field("EXPERT_REARRANGEMENT_STEP_INTERVAL", "0: off", "decode steps between moves",
+           "calls of the devices, prompts among them; the command's --rearrange-every",
+           "engine.balance.Balancing.interval"),
+    _needless("REARRANGE_AFTER_PREFILL_IN_NORMAL_ENGINE", "0", "moves after prompts, too",
+              "calls with prompts count like all others"),
+    _needless("REARRANGE_P2P_GROUPS", "1", "batches of a move",
+              "a layer moves in rounds of one expert for each pair of devices"),
+    _needless("SHOW_EPLB_DETAIL", "0", "log every move",
+              "`engine.Statistics.moved_layers` counts them, and `engine.StepRecord.moe_lb` "
+              "shows what they bring"),
+    _field("MOE_LB_STAT_INTERVAL", "128", "steps of the measure of balance",
+           "of every call, and drawn by `plots.metrics`",
+           "engine.StepRecord.moe_lb"),
     _needless("FORCE_IMBALANCE_RATIO", "0", "skewed routing, for tests", _NO_SWITCH),
     _needless("FORCE_LOAD_BALANCE", "0", "even routing, for tests", _NO_SWITCH),
     # -- prompts and scheduling

@@ -16,6 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from deepinfer_jax import summaries
+
 Format = Literal["fp8_block", "fp8_group", "fp4_group", "bf16_bits"]
 GROUP = 32  # columns (and, for fp8_block, rows) that share one e8m0 scale
 MAIN_KV_GROUP = 16  # columns that share one e4m3 scale in the compressed main KV
@@ -42,6 +44,8 @@ class Quantized:
     codes: Any
     scale: Any
     format: Format
+
+    __repr__ = summaries.of_fields
 
 
 # -- decoding --------------------------------------------------------------------------------------

@@ -47,6 +47,27 @@ def config_file(name: str) -> Path:
     return nested if nested.is_file() else config_folder() / f"{name}.json"
 
 
+def table_names(kind: str) -> tuple[str, ...]:
+    """Names that `table_file` knows of a kind ("hardware", "meshes"), sorted."""
+    return tuple(sorted(path.stem for path in (config_folder() / kind).glob("*.json")))
+
+
+def table_file(kind: str, what: str, name: str | Path) -> Path:
+    """The file of the `what` called `name` in ``configs/KIND``, or the JSON file that it names.
+
+    Raises ValueError that lists the known names when there is neither.
+    """
+    known = table_names(kind)
+    if name in known:
+        return config_folder() / kind / f"{name}.json"
+    if Path(name).is_file():
+        return Path(name)
+    raise ValueError(
+        f"unknown {what} {str(name)!r}: give one of {', '.join(known)}, or a JSON file like those "
+        f"in configs/{kind}"
+    )
+
+
 def model_names() -> tuple[str, ...]:
     """Names of the model folders shipped under ``deepinfer_jax/assets``, sorted."""
     found = (PACKAGE / "assets").glob("*/config.json")

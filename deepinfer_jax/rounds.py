@@ -17,17 +17,17 @@ import jax.numpy as jnp
 from jax import lax
 
 from deepinfer_jax import edits as editing
-from deepinfer_jax import rejection
+from deepinfer_jax import layout, rejection, summaries
 from deepinfer_jax import rows as row_sets
 from deepinfer_jax import sampling as samplers
 from deepinfer_jax.cache import Cache
 from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.edits import Edits
-from deepinfer_jax.model import draft, head
+from deepinfer_jax.model import draft, head, moe
 from deepinfer_jax.numerics import Numerics
 from deepinfer_jax.planning.schedules import Lengths, Schedule
 from deepinfer_jax.sampling import Sampled, Sampling
-from deepinfer_jax.steps import check_mask, check_sampling, extend
+from deepinfer_jax.steps import Loads, check_mask, check_sampling, extend, loads_of
 from deepinfer_jax.tables import Tables
 
 Mode = Literal["coupled", "rejection"]
@@ -49,6 +49,8 @@ class Running:
     stops: jax.Array
     edits: Edits | None = None
 
+    __repr__ = summaries.of_fields
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -61,6 +63,7 @@ class Round:
     confidence  [B, N] float32, raw (see `planning.probabilities`)
     scheduled   [B] int32, drafts that were verified; 0 in slots that took no part
     accepted    [B] int32, leading ones among them that were right, emitted or not
+    loads       tokens that each expert had (`steps.Loads`), where experts lie on slots
     """
 
     sampled: Sampled
@@ -69,6 +72,9 @@ class Round:
     confidence: jax.Array
     scheduled: jax.Array
     accepted: jax.Array
+    loads: Loads | None = None
+
+    __repr__ = summaries.of_fields
 
 
 # -- feeding rows ----------------------------------------------------------------------------------
@@ -145,24 +151,26 @@ def verify(
     check_sampling(sampling, b)
     check_mask(mask, b, n + 1, cfg)
     fit = fitting(scheduled, jnp.where(active, n, -1), rows)
-    return _verify(
+    sampled, _, cache = _verify(
         params, tables, tokens, drafts, fit, active, cache, sampling, cfg, numerics, rows,
         draft_logits, mask, edits,
     )  # fmt: skip
+    return sampled, cache
 
 
 def _verify(
     params: Any, tables: Tables, tokens: jax.Array, drafts: jax.Array, scheduled: jax.Array,
     active: jax.Array, cache: Cache, sampling: Sampling, cfg: ModelConfig, numerics: Numerics,
     rows: int, draft_logits: jax.Array | None, mask: jax.Array | None, edits: Edits | None,
-) -> tuple[Sampled, Cache]:  # fmt: skip
-    """`verify` with lengths that fit."""
+) -> tuple[Sampled, Loads | None, Cache]:  # fmt: skip
+    """`verify` with lengths that fit; also where tokens went, with experts on slots."""
     n = drafts.shape[1]
     packing = _pack(scheduled, active, rows)
     slot, offset = packing.slot, packing.offset
     fed = jnp.concatenate([tokens[:, None], drafts], axis=1)[slot, offset]
     positions = jnp.where(packing.real, cache.lengths[slot] + offset, 0)
     flat = row_sets.text_rows(fed, jnp.where(packing.real, slot, -1), positions)
+    flat = row_sets.seeded(flat, sampling.seed)
     hidden, cache = extend(params, tables, flat, cache, cfg, numerics)
     logits = head.logits(params, hidden.output, numerics)
     each = jax.tree.map(lambda x: jnp.asarray(x)[slot], sampling)
@@ -181,7 +189,8 @@ def _verify(
             allowed, own,
         )  # fmt: skip
     place = packing.first[:, None] + jnp.arange(n + 1, dtype=jnp.int32)[None, :]
-    return jax.tree.map(lambda x: x[jnp.minimum(place, rows - 1)], sampled), cache
+    loads = loads_of(params, hidden.routed, flat, cfg)
+    return jax.tree.map(lambda x: x[jnp.minimum(place, rows - 1)], sampled), loads, cache
 
 
 def _allowed(mask: jax.Array | None, slot: jax.Array, offset: jax.Array) -> jax.Array | None:
@@ -255,8 +264,9 @@ def propose(
 
     slots = jnp.where(running.active, every, -1)
     return draft.draft(
-        params, tables, cache, slots, cache.lengths, running.tokens, pick, cfg, numerics, size
-    )
+        params, tables, cache, slots, cache.lengths, running.tokens, pick, cfg, numerics, size,
+        jnp.asarray(sampling.seed),
+    )  # fmt: skip
 
 
 def speculate(
@@ -281,13 +291,14 @@ def speculate(
     check_sampling(sampling, b)
     check_mask(mask, b, None, cfg)
     drafts, confidence = jnp.zeros((b, 0), jnp.int32), jnp.zeros((b, 0), jnp.float32)
-    scheduled, logits = jnp.zeros((b,), jnp.int32), None
+    scheduled, logits, loads = jnp.zeros((b,), jnp.int32), None, None
     if size:
         made = propose(
             params, tables, running, cache, sampling, cfg, numerics, size=size, mode=mode,
             mask=mask,
         )  # fmt: skip
         drafts, confidence = made.tokens, made.confidence
+        loads = draft_loads(params, made, running, cfg)
         logits = made.logits if mode == "rejection" else None
         # The last token of a round is no draft: with one left nothing could come of drafts.
         most = jnp.where(running.active, jnp.clip(running.left - 1, 0, size), -1)
@@ -296,7 +307,7 @@ def speculate(
         scheduled = fitting(wanted, most, rows)
     return settle(
         params, tables, running, drafts, confidence, scheduled, cache, sampling, cfg, numerics,
-        rows=rows, draft_logits=logits, mask=mask,
+        rows=rows, draft_logits=logits, mask=mask, loads=loads,
     )  # fmt: skip
 
 
@@ -304,19 +315,23 @@ def settle(
     params: Any, tables: Tables, running: Running, drafts: jax.Array, confidence: jax.Array,
     scheduled: jax.Array, cache: Cache, sampling: Sampling, cfg: ModelConfig, numerics: Numerics,
     *, rows: int, draft_logits: jax.Array | None = None, mask: jax.Array | None = None,
+    loads: Loads | None = None,
 ) -> tuple[Round, Running, Cache]:  # fmt: skip
     """The second half of a round: verify `scheduled` [B] of the drafts [B, N] and commit.
 
-    `scheduled` must fit `rows` (see `fitting`); the other arguments are those of `verify`.
+    `scheduled` must fit `rows` (see `fitting`); `loads` are those of the first half; the other
+    arguments are those of `verify`.
     """
-    sampled, cache = _verify(
+    sampled, verified, cache = _verify(
         params, tables, running.tokens, drafts, scheduled, running.active, cache, sampling, cfg,
         numerics, rows, draft_logits, mask, running.edits,
     )  # fmt: skip
     right = samplers.accepted(sampled.token, drafts, scheduled)
     emitted, running, count = commit(running, sampled.token, right)
     cache = dataclasses.replace(cache, lengths=cache.lengths + count)
-    return Round(sampled, emitted, drafts, confidence, scheduled, right), running, cache
+    loads = None if verified is None else {**(loads or {}), **verified}
+    made = Round(sampled, emitted, drafts, confidence, scheduled, right, loads)
+    return made, running, cache
 
 
 def commit(
@@ -346,7 +361,26 @@ def commit(
     return emitted, after, count
 
 
+def draft_loads(params: Any, made: draft.Draft, running: Running, cfg: ModelConfig) -> Loads | None:
+    """Where the tokens of proposing drafts went; None where no expert has a slot."""
+    if not layout.has_placement(params):
+        return None
+    real = jnp.repeat(running.active, made.tokens.shape[1])
+    return {"draft": moe.counted(made.routed, real, cfg.dspark_n_routed_experts)}
+
+
 # -- many rounds -----------------------------------------------------------------------------------
+
+
+def _going(
+    active: jax.Array, stopped: jax.Array, enough: jax.Array, together: tuple[str, ...]
+) -> jax.Array:
+    """Whether another round is due, with slots `active` and `stopped` [B], on all devices alike."""
+    any_active, ends = jnp.any(active), jnp.count_nonzero(stopped)
+    if together:
+        any_active = lax.pmax(any_active.astype(jnp.int32), together) > 0
+        ends = lax.psum(ends.astype(jnp.int32), together)
+    return any_active & ~((enough > 0) & (ends >= enough))
 
 
 def decode_many(
@@ -354,6 +388,7 @@ def decode_many(
     cfg: ModelConfig, numerics: Numerics, *, steps: int, limit: jax.Array | None = None,
     leave: jax.Array | None = None, size: int = 0, rows: int | None = None,
     schedule: Schedule | None = None, mode: Mode = "coupled", mask: jax.Array | None = None,
+    together: tuple[str, ...] = (),
 ) -> tuple[Round, Running, Cache]:  # fmt: skip
     """Up to `steps` rounds without returning to the host.
 
@@ -365,15 +400,16 @@ def decode_many(
       size: drafts made in a round; 0, the default, decodes one by one.
       rows, schedule, mode, mask: of every round, as in `speculate`; the default verifies every
         draft.
+      together: mesh axes whose devices go on until all are done (inside `jax.shard_map`).
 
     Returns (Round of [steps, ...], running, cache). Rounds that were not run emit, schedule and
     accept nothing.
     """
     schedule = Lengths(jnp.int32(size)) if schedule is None else schedule
     limit = jnp.int32(steps) if limit is None else limit
-    enough = jnp.int32(0) if leave is None else leave
-    started = running.active
+    enough, started = jnp.int32(0) if leave is None else leave, running.active
 
+    @jax.jit  # traced once, for the shapes of its record and for the loop
     def once(running: Running, cache: Cache) -> tuple[Round, Running, Cache]:
         return speculate(
             params, tables, running, cache, sampling, schedule, cfg, numerics, size=size, rows=rows,
@@ -382,8 +418,7 @@ def decode_many(
 
     def more(carry):
         done, now, *_ = carry
-        stopped = jnp.count_nonzero(started & ~now.active)
-        return (done < limit) & jnp.any(now.active) & ~((enough > 0) & (stopped >= enough))
+        return (done < limit) & _going(now.active, started & ~now.active, enough, together)
 
     def step(carry):
         done, now, cache, record = carry

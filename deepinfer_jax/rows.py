@@ -13,6 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from deepinfer_jax import summaries
+
 FAR = np.int32(2**30)  # a position that no sequence reaches
 
 
@@ -26,6 +28,7 @@ class Rows:
     positions   [T] int32, absolute, from 0
     image       [T] bool: inside an image span, delimiters included
     embeddings  [T, D] replacing the token embedding where `image`, or None for text
+    seeds       [T, 2] uint32, of each row's request: which replica of an expert it goes to; None: 0
     """
 
     tokens: jax.Array
@@ -33,6 +36,9 @@ class Rows:
     positions: jax.Array
     image: jax.Array
     embeddings: jax.Array | None = None
+    seeds: jax.Array | None = None
+
+    __repr__ = summaries.of_fields
 
     @property
     def real(self) -> jax.Array:
@@ -72,6 +78,11 @@ def join_rows(first: Rows, second: Rows) -> Rows:
         t, d = second.slots.shape[0], first.embeddings.shape[1]
         second = dataclasses.replace(second, embeddings=jnp.zeros((t, d), first.embeddings.dtype))
     return jax.tree.map(lambda a, b: jnp.concatenate([a, b]), first, second)
+
+
+def seeded(rows: Rows, seeds: jax.Array | np.ndarray) -> Rows:
+    """`rows` with the seeds [B, 2] of the slots' requests; no bit of any result depends on them."""
+    return dataclasses.replace(rows, seeds=jnp.asarray(seeds)[jnp.maximum(rows.slots, 0)])
 
 
 def take_rows(rows: Rows, index: jax.Array) -> Rows:

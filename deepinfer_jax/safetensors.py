@@ -8,18 +8,19 @@ header is parsed and checked here and the bytes are viewed through `ml_dtypes`.
 from __future__ import annotations
 
 import collections
-import contextlib
 import dataclasses
 import json
 import math
 import mmap
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
+
+from deepinfer_jax.whole_files import replacing
 
 DTYPES: dict[str, np.dtype] = {
     "F64": np.dtype(np.float64),
@@ -225,7 +226,7 @@ def write(
         end += tensor.nbytes
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
-    with _replacing(path) as file:
+    with replacing(path) as file:
         file.write(len(text).to_bytes(8, "little"))
         file.write(text)
         for name in order:
@@ -244,20 +245,6 @@ def save(
             raise ValueError(f"array {name!r} of dtype {array.dtype} has no safetensors storage")
     tensors = {n: Tensor(_STORAGE[a.dtype], a.shape) for n, a in arrays.items()}
     write(path, tensors, lambda name: arrays[name], metadata)
-
-
-@contextlib.contextmanager
-def _replacing(path: Path) -> Iterator[Any]:
-    """A file for writing that takes the name `path` on success and vanishes on failure."""
-    partial = path.with_name(path.name + ".partial")
-    try:
-        with partial.open("wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def _bytes_of(name: str, tensor: Tensor, array: np.ndarray) -> np.ndarray:

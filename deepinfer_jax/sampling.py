@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from deepinfer_jax import numerics
+from deepinfer_jax import numerics, summaries
 from deepinfer_jax.noise import ID_BITS, gumbel
 
 Array = jax.Array | np.ndarray
@@ -48,6 +48,8 @@ class Sampling:
     min_p: Array | None
     seed: Array
 
+    __repr__ = summaries.of_fields
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -69,6 +71,8 @@ class Sampled:
     logprob_raw: jax.Array
     logprob_processed: jax.Array
     kept_mass: jax.Array
+
+    __repr__ = summaries.of_fields
 
 
 def make_sampling(

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from deepinfer_jax import steps
+from deepinfer_jax import steps, summaries
 from deepinfer_jax.images import encoding
 from deepinfer_jax.images.features import Features, check_fits
 from deepinfer_jax.images.gallery import Gallery
@@ -46,6 +46,8 @@ class Scored:
     top_ids: np.ndarray
     top_logprobs: np.ndarray
     routed: np.ndarray | None = None
+
+    __repr__ = summaries.of_fields
 
 
 def score_sequences(

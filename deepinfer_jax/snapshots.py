@@ -8,14 +8,13 @@ is computed, so a warm start gives the bits of a cold one.
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from deepinfer_jax.cache import Cache
-
-# Axis of the slots in each part of the state.
-_PARTS = {"window": 1, "draft": 1, "pending": 1, "history": 0, "lengths": 0}
+from deepinfer_jax import summaries
+from deepinfer_jax.cache import Cache, slot_axis, zeros
 
 
 @jax.tree_util.register_dataclass
@@ -29,17 +28,24 @@ class Snapshots:
     history: jax.Array
     lengths: jax.Array
 
+    __repr__ = summaries.of_fields
+
+
+# Axis of the slots in each part of the state.
+_PARTS = {field.name: slot_axis(field.name) for field in dataclasses.fields(Snapshots)}
+
 
 def init_snapshots(cache: Cache, count: int) -> Snapshots:
     """Room for `count` snapshots of slots of `cache`. Raises ValueError for fewer than one."""
     if count < 1:
         raise ValueError(f"count of snapshots must be at least 1, got {count}")
 
-    def room(name: str, axis: int) -> jax.Array:
+    def room(name: str, axis: int) -> Any:
         like = getattr(cache, name)
-        return jnp.zeros((*like.shape[:axis], count, *like.shape[axis + 1 :]), like.dtype)
+        shape = (*like.shape[:axis], count, *like.shape[axis + 1 :])
+        return jax.ShapeDtypeStruct(shape, like.dtype)
 
-    return Snapshots(**{name: room(name, axis) for name, axis in _PARTS.items()})
+    return zeros(Snapshots(**{name: room(name, axis) for name, axis in _PARTS.items()}))
 
 
 def take(snapshots: Snapshots, cache: Cache, slots: jax.Array, places: jax.Array) -> Snapshots:

@@ -15,29 +15,38 @@ import numpy as np
 from jax import lax
 
 from deepinfer_jax import edits as editing
+from deepinfer_jax import layout, summaries
 from deepinfer_jax import rows as row_sets
 from deepinfer_jax import sampling as samplers
 from deepinfer_jax.cache import Cache
 from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.edits import Edits
-from deepinfer_jax.model import draft, head
+from deepinfer_jax.mirror import Split
+from deepinfer_jax.model import draft, head, moe
+from deepinfer_jax.model.capture import Capture, Captured
 from deepinfer_jax.model.forward import OFF, Hidden, Replay, forward
 from deepinfer_jax.numerics import Numerics
 from deepinfer_jax.rows import Rows
 from deepinfer_jax.sampling import Sampled, Sampling
 from deepinfer_jax.tables import Tables
 
+Loads = dict[str, jax.Array]  # [L, E] int32 of "layers" and "draft": tokens that each expert had
 SCORE_ROWS = 1024  # rows whose logits exist at once while scoring
 
 
 def extend(
     params: Any, tables: Tables, rows: Rows, cache: Cache, cfg: ModelConfig, numerics: Numerics,
     *, replay: Replay = OFF, prompt_lengths: jax.Array | None = None,
+    capture: Capture | None = None, split: Split | None = None,
 ) -> tuple[Hidden, Cache]:  # fmt: skip
-    """Run `rows` through the backbone and store the drafter's context; lengths stay as they are."""
+    """Run `rows` through the backbone and store the drafter's context; lengths stay as they are.
+
+    capture: what of the inside to give back as `Hidden.captured` (static; `forward`).
+    """
     hidden, after = forward(
-        params, tables, rows, cache, cfg, numerics, replay=replay, prompt_lengths=prompt_lengths
-    )
+        params, tables, rows, cache, cfg, numerics, replay=replay, prompt_lengths=prompt_lengths,
+        capture=capture, split=split,
+    )  # fmt: skip
     assert after is not None  # a cache went in
     if cfg.num_nextn_predict_layers:
         after = draft.store_context(params, tables, hidden, after, cfg, numerics)
@@ -47,7 +56,7 @@ def extend(
 def prefill(
     params: Any, tables: Tables, rows: Rows, cache: Cache, sampling: Sampling, cfg: ModelConfig,
     numerics: Numerics, *, replay: Replay = OFF, prompt_lengths: jax.Array | None = None,
-    mask: jax.Array | None = None, edits: Edits | None = None,
+    mask: jax.Array | None = None, edits: Edits | None = None, split: Split | None = None,
 ) -> tuple[Sampled, Cache]:  # fmt: skip
     """Run prompt rows (whole prompts or chunks) and sample the next token of every slot.
 
@@ -56,17 +65,33 @@ def prefill(
       sampling: parameters of the B slots.
       mask: [B, V] bool, True where the token to be sampled is allowed; default all.
       edits: of the B slots, what they change of their logits; default nothing.
+      split: how devices share the rows, as in `forward`.
 
     Returns:
       (Sampled of [B], cache). The sample of a slot is that of its last row here, to be used when
       the row is the prompt's last; slots without rows give an arbitrary sample. `cache.lengths`
       becomes the end of each slot's rows.
     """
+    sampled, _, cache = run_prompts(
+        params, tables, rows, cache, sampling, cfg, numerics, replay=replay,
+        prompt_lengths=prompt_lengths, mask=mask, edits=edits, split=split,
+    )  # fmt: skip
+    return sampled, cache
+
+
+def run_prompts(
+    params: Any, tables: Tables, rows: Rows, cache: Cache, sampling: Sampling, cfg: ModelConfig,
+    numerics: Numerics, *, replay: Replay = OFF, prompt_lengths: jax.Array | None = None,
+    mask: jax.Array | None = None, edits: Edits | None = None, split: Split | None = None,
+) -> tuple[Sampled, Loads | None, Cache]:  # fmt: skip
+    """`prefill` that also tells where tokens went, with experts on slots; None without."""
     check_sampling(sampling, cache.slots)
     check_mask(mask, cache.slots, None, cfg)
+    rows = row_sets.seeded(rows, sampling.seed)
     hidden, cache = extend(
-        params, tables, rows, cache, cfg, numerics, replay=replay, prompt_lengths=prompt_lengths
-    )
+        params, tables, rows, cache, cfg, numerics, replay=replay, prompt_lengths=prompt_lengths,
+        split=split,
+    )  # fmt: skip
     last = last_rows(hidden.rows, cache.slots)
     logits = head.logits(params, hidden.output[last], numerics)
     # From the call's rows: a compact replay may have dropped every row of a slot's early chunk.
@@ -75,7 +100,15 @@ def prefill(
     lengths = jnp.where(ends > 0, ends, cache.lengths)
     own, allowed = editing.edited(editing.spoken(logits, cfg), edits, ends, mask)
     sampled = samplers.sample(logits, sampling, ends, allowed, own)
-    return sampled, dataclasses.replace(cache, lengths=lengths)
+    loads = loads_of(params, hidden.routed, rows, cfg)
+    return sampled, loads, dataclasses.replace(cache, lengths=lengths)
+
+
+def loads_of(params: Any, routed: jax.Array, rows: Rows, cfg: ModelConfig) -> Loads | None:
+    """Where the tokens of real `rows` went in the backbone; None where no expert has a slot."""
+    if not layout.has_placement(params):
+        return None
+    return {"layers": moe.counted(routed, rows.real, cfg.n_routed_experts)}
 
 
 def check_sampling(sampling: Sampling, count: int) -> None:
@@ -122,6 +155,7 @@ class Scores:
     routed [L, B, S, k]: experts of every token, best first.
     top_ids int32, top_logprobs float32 [B, S-1, K]: the most probable tokens at place i+1 and their
     `raw` (`sampling.top_logprobs`); K is 0 unless they were asked for.
+    captured: what was asked for of the inside of the model, by sequence.
     """
 
     raw: jax.Array
@@ -130,30 +164,48 @@ class Scores:
     routed: jax.Array
     top_ids: jax.Array
     top_logprobs: jax.Array
+    captured: Captured | None = None
+
+    __repr__ = summaries.of_fields
 
 
 def score(
     params: Any, tables: Tables, tokens: jax.Array, lengths: jax.Array, cfg: ModelConfig,
     numerics: Numerics, *, sampling: Sampling | None = None, remat: bool = False, top: int = 0,
     image: jax.Array | None = None, embeddings: jax.Array | None = None,
+    capture: Capture | None = None, split: Split | None = None,
 ) -> Scores:  # fmt: skip
     """Log-probabilities of tokens [B, S] (right-padded, lengths [B]): what the sampler saw.
 
     sampling: parameters of the B sequences; None is temperature 1 without truncation, where
     `processed` equals `raw`. top: how many of the most probable tokens to name at every place
     (static). image [B, S] bool and embeddings [B, S, D]: where images stand, and what of them, as
-    in `Rows`; default text. No cache; differentiable in `params` when they are plain floats. The
-    values are the sampler's in every bit, whatever the batch, the padding and the prefill, decode
-    and draft schedule.
+    in `Rows`; default text. capture: what of the inside to give back (static; see `forward`).
+    split: how devices share the rows, as in `forward`. No cache; differentiable in `params` when
+    they are plain floats. The values are the sampler's in every bit, whatever the batch, the
+    padding and the prefill, decode and draft schedule.
     """
     b, s = tokens.shape
     if sampling is not None:
         check_sampling(sampling, b)
     rows = row_sets.batch_rows(tokens, lengths)
+    if sampling is not None:
+        rows = row_sets.seeded(rows, sampling.seed)
     if image is not None and embeddings is not None:
         flat = embeddings.reshape(b * s, -1)
         rows = dataclasses.replace(rows, image=image.reshape(-1), embeddings=flat)
-    hidden, _ = forward(params, tables, rows, None, cfg, numerics, length=s, remat=remat)
+    hidden, _ = forward(
+        params,
+        tables,
+        rows,
+        None,
+        cfg,
+        numerics,
+        length=s,
+        remat=remat,
+        capture=capture,
+        split=split,
+    )
     following = jnp.concatenate([tokens[:, 1:], tokens[:, :1]], axis=1).reshape(-1)
     each = None
     if sampling is not None:
@@ -161,7 +213,8 @@ def score(
     seen = _judge_rows(params, hidden.output, following, each, cfg, numerics, top)
     raw, processed, kept, ids, best = (x.reshape(b, s, *x.shape[1:])[:, :-1] for x in seen)
     routed = hidden.routed.reshape(-1, b, s, hidden.routed.shape[-1])
-    return Scores(raw, processed, kept, routed, ids, best)
+    inside = None if hidden.captured is None else hidden.captured.by_sequence(b)
+    return Scores(raw, processed, kept, routed, ids, best, inside)
 
 
 def _judge_rows(

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from deepinfer_jax import summaries
 from deepinfer_jax.config import ModelConfig, VisionConfig
 
 # Exact float32 bit patterns of the released frequencies (docs/model.md 6): libraries differ in the
@@ -31,6 +32,8 @@ class Rotation:
     cos: jax.Array
     sin: jax.Array
 
+    __repr__ = summaries.of_fields
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +43,8 @@ class Tables:
     base: Rotation
     yarn: Rotation
     token_map: jax.Array
+
+    __repr__ = summaries.of_fields
 
     @property
     def positions(self) -> int:

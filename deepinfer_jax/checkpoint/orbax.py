@@ -14,12 +14,12 @@ import jax
 import jax.numpy as jnp
 
 from deepinfer_jax import params as parameters
-from deepinfer_jax.checkpoint.reading import layouts
+from deepinfer_jax.checkpoint.reading import shardings_of
 from deepinfer_jax.checkpoint.shards import some
 from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.params import Params
 
-_ITEM = "params"
+ITEM = "params"
 _SHARED_SLICE = 16 << 20
 
 
@@ -29,34 +29,44 @@ def save_orbax(params: Params, cfg: ModelConfig, folder: str | Path) -> None:
     Raises:
       ImportError: the extra `orbax` is not installed.
       FileExistsError: the folder already holds parameters.
-      ValueError: the tree does not fit `cfg`; lists the differences by path.
+      ValueError: the tree does not fit `cfg`, but for Engram tables that are padded; lists the
+        differences by path.
     """
     orbax = _orbax()
     folder = Path(folder).absolute()
-    different = parameters.differences(params, cfg)
+    different = parameters.differences(params, cfg, padded=True)
     if different:
         raise ValueError(f"params do not fit the configuration: {some(different, '; ')}")
-    if (folder / _ITEM).exists():
-        raise FileExistsError(f"{folder} already holds {_ITEM}: choose an empty folder")
+    require_free(folder)
     folder.mkdir(parents=True, exist_ok=True)
     # Orbax refuses arrays without elements (a model without compressors has some).
     leaves = {p: jnp.asarray(v) for p, v in parameters.by_path(params).items() if v.size}
     with _checkpointer(orbax) as checkpointer:
-        checkpointer.save(folder / _ITEM, orbax.args.PyTreeSave(leaves))
+        checkpointer.save(folder / ITEM, orbax.args.PyTreeSave(leaves))
     if jax.process_index() == 0:
         text = json.dumps(cfg.to_dict(), indent=1, ensure_ascii=False)
         (folder / "config.json").write_text(text + "\n", encoding="utf-8")
 
 
+def require_free(folder: Path) -> None:
+    """FileExistsError where something was saved there, ImportError where Orbax is missing."""
+    _orbax()
+    if (folder / ITEM).exists():
+        raise FileExistsError(f"{folder} already holds {ITEM}: choose an empty folder")
+
+
 def restore_orbax(
-    folder: str | Path, cfg: ModelConfig | None = None, sharding: Any = None
-) -> Params:
+    folder: str | Path, cfg: ModelConfig | None = None, sharding: Any = None, *,
+    tree: Params | None = None,
+) -> Params:  # fmt: skip
     """Read what `save_orbax` wrote, on any mesh.
 
     Args:
       folder: the folder given to `save_orbax`.
       cfg: the model; default is the folder's `config.json`.
       sharding: as in `load_params`; it need not be the one that the parameters were saved with.
+      tree: the `Spec`s to make of them, whose Engram tables may be padded (`axes.padded`), however
+        long the saved ones are; default `params.abstract(cfg)`.
 
     Raises:
       ImportError: the extra `orbax` is not installed.
@@ -65,27 +75,29 @@ def restore_orbax(
     """
     orbax = _orbax()
     folder = Path(folder).absolute()
-    if not (folder / _ITEM).is_dir():
-        raise FileNotFoundError(f"no {_ITEM} in {folder}: give a folder written by save_orbax")
+    if not (folder / ITEM).is_dir():
+        raise FileNotFoundError(f"no {ITEM} in {folder}: give a folder written by save_orbax")
     cfg = ModelConfig.from_json(folder) if cfg is None else cfg
-    tree = parameters.abstract(cfg)
+    tree = parameters.abstract(cfg) if tree is None else tree
     specs, structure = jax.tree.flatten(tree)
     default = jnp.zeros(()).sharding
     wanted = {
         path: jax.ShapeDtypeStruct(spec.shape, spec.dtype, sharding=layout or default)
         for (path, spec), layout in zip(
-            parameters.by_path(tree).items(), layouts(specs, structure, sharding), strict=True
+            parameters.by_path(tree).items(), shardings_of(specs, structure, sharding), strict=True
         )
     }
     present = {path: leaf for path, leaf in wanted.items() if leaf.size}
     with _checkpointer(orbax) as checkpointer:
-        saved = checkpointer.metadata(folder / _ITEM).item_metadata.tree
-        different = parameters.leaf_differences(saved, present)
+        saved = checkpointer.metadata(folder / ITEM).item_metadata.tree
+        known = parameters.by_path(parameters.abstract(cfg))
+        known = {path: spec for path, spec in known.items() if path in present}
+        different = parameters.leaf_differences(saved, parameters.lengthened(known, saved))
         if different:
             raise ValueError(f"{folder} does not fit the configuration: {some(different, '; ')}")
-        how = orbax.checkpoint_utils.construct_restore_args(present)
+        how = orbax.checkpoint_utils.construct_restore_args(present, strict=False)  # padding
         restored = checkpointer.restore(
-            folder / _ITEM, orbax.args.PyTreeRestore(present, restore_args=how)
+            folder / ITEM, orbax.args.PyTreeRestore(present, restore_args=how)
         )
     leaves = [
         restored[path] if leaf.size else jnp.zeros(leaf.shape, leaf.dtype)

@@ -13,39 +13,49 @@ import functools
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import Sharding
+from jax.sharding import Sharding, SingleDeviceSharding
 
 from deepinfer_jax import params as parameters
 from deepinfer_jax.checkpoint import shards
+from deepinfer_jax.checkpoint.mapped import Mapped
 from deepinfer_jax.checkpoint.shards import Stored
 from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.params import Params, Spec
 
 _PIECE = 64 << 20  # bytes copied before their pages are dropped
 _ALIGN = 64  # XLA adopts host memory at this alignment instead of copying it
+PINNED = "pinned_host"
 Ranges = tuple[tuple[int, int], ...]
+Engram = Literal["device", "pinned", "mapped"]
 
 
 @dataclasses.dataclass(frozen=True)
 class _Region:
-    """The part of leaf number `leaf` that `devices` hold (None: the default one, uncommitted)."""
+    """The part of leaf number `leaf` that `devices` hold (None: the default one, uncommitted).
+
+    kind: which of their memories it goes to; None: the one that arrays usually are in.
+    """
 
     leaf: int
     ranges: Ranges
     devices: tuple[Any, ...]
+    kind: str | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
         return tuple(stop - start for start, stop in self.ranges)
 
 
-def load_params(folder: str | Path, cfg: ModelConfig | None = None, sharding: Any = None) -> Params:
+def load_params(
+    folder: str | Path, cfg: ModelConfig | None = None, sharding: Any = None, *,
+    tree: Params | None = None, engram: Engram = "device",
+) -> Params:  # fmt: skip
     """Read a checkpoint in the released layout.
 
     Args:
@@ -53,7 +63,11 @@ def load_params(folder: str | Path, cfg: ModelConfig | None = None, sharding: An
         carry the prefix `model.`; a plain float tensor may be stored narrower than declared.
       cfg: the model; default is the folder's `config.json`.
       sharding: None (the default device), one `Sharding`, a function from `Spec` to `Sharding`, or
-        a tree of them as `params.shardings` gives. A process reads only what its devices hold.
+        a tree of them as `axes.shardings` gives. A process reads only what its devices hold.
+      tree: what to make of the tensors, a tree of `Spec` with the paths of `params.abstract(cfg)`:
+        leaves may be longer (the rest is zeros) and take tensors in another order or twice.
+      engram: where the Engram tables go (docs/checkpoints.md 4): "device", "pinned" (memory of the
+        host that the devices reach), "mapped" (they stay in the files: `Mapped` leaves).
 
     Returns:
       The tree of `params.abstract(cfg)` with arrays of the declared dtypes.
@@ -61,28 +75,65 @@ def load_params(folder: str | Path, cfg: ModelConfig | None = None, sharding: An
     Raises:
       FileNotFoundError: no checkpoint, or a shard of the index is absent.
       ValueError: a shard is damaged, the index contradicts it, the tensors are not those of `cfg`
-        (one message lists missing, extra and wrong ones), or a sharding does not divide a leaf.
+        (one message lists missing, extra and wrong ones), a sharding does not divide a leaf, or the
+        devices have no pinned memory.
     """
     folder = Path(folder)
     cfg = ModelConfig.from_json(folder) if cfg is None else cfg
-    specs, structure = jax.tree.flatten(parameters.abstract(cfg))
-    placed = layouts(specs, structure, sharding)
+    specs, structure = jax.tree.flatten(parameters.abstract(cfg) if tree is None else tree)
+    placed = shardings_of(specs, structure, sharding)
     stored = shards.open_folder(folder)
-    shards.check(folder, specs, stored)
-    regions = [_regions(i, spec, placed[i]) for i, spec in enumerate(specs)]
+    shards.check(folder, parameters.specs(cfg), stored)
+    tables = [is_table(spec) for spec in specs]
+    if engram == "pinned":
+        placed = [_pinned(how) if table else how for how, table in zip(placed, tables, strict=True)]
+    left = [table and engram == "mapped" for table in tables]
+    regions = [[] if left[i] else _regions(i, spec, placed[i]) for i, spec in enumerate(specs)]
     buffers = _fill(specs, regions, stored)
     leaves = []
-    for spec, how, own in zip(specs, placed, regions, strict=True):
-        parts = [array for region in own for array in _arrays(region, buffers.pop(region))]
-        leaves.append(parts[0] if how is None else _joined(spec, how, parts))
+    for i, spec in enumerate(specs):
+        parts = [array for region in regions[i] for array in _arrays(region, buffers.pop(region))]
+        how = placed[i]
+        if left[i]:
+            leaves.append(_view(spec, stored))
+        else:
+            leaves.append(parts[0] if how is None else _joined(spec, how, parts))
     return jax.tree.unflatten(structure, leaves)
+
+
+# -- Engram tables ---------------------------------------------------------------------------------
+
+
+def is_table(spec: Spec) -> bool:
+    """Whether it is codes or scales of an Engram table, of which a row is read at a time."""
+    return spec.axes[0] == parameters.TABLE_ROWS
+
+
+def _pinned(how: Sharding | None) -> Sharding:
+    """The same layout in memory of the host; ValueError where the backend has none to pin."""
+    default = SingleDeviceSharding(next(iter(jnp.zeros(()).devices())))
+    how = default if how is None else how
+    for device in how.device_set:
+        kinds = [memory.kind for memory in device.addressable_memories()]
+        if PINNED not in kinds:
+            raise ValueError(
+                f'engram="pinned" needs devices with memory {PINNED!r}, those of '
+                f'{device.platform!r} have {kinds}: use "mapped" or "device"'
+            )
+    return how.with_memory_kind(PINNED)
+
+
+def _view(spec: Spec, stored: Mapping[str, Stored]) -> Mapped:
+    ((_, name),) = spec.tensors()
+    source = stored[name]
+    return Mapped(_as_declared(source.shard.view(source.name), spec.dtype), name)
 
 
 # -- which part goes where -------------------------------------------------------------------------
 
 
-def layouts(specs: list[Spec], structure: Any, sharding: Any) -> list[Sharding | None]:
-    """One layout per leaf, from any of the forms that `load_params` takes."""
+def shardings_of(specs: list[Spec], structure: Any, sharding: Any) -> list[Sharding | None]:
+    """One sharding per leaf, from any of the forms that `load_params` takes."""
     if sharding is None or isinstance(sharding, Sharding):
         return [sharding for _ in specs]
     if callable(sharding):
@@ -92,7 +143,8 @@ def layouts(specs: list[Spec], structure: Any, sharding: Any) -> list[Sharding |
     if given != structure:
         raise ValueError(
             "sharding must be None, a Sharding, a function of a Spec, or a tree like "
-            f"params.shardings(cfg, mesh, rules) for the same config; got a tree {given}"
+            "axes.shardings(params.abstract(cfg), mesh, rules) of the same config; got a tree "
+            f"{given}"
         )
     return leaves
 
@@ -111,7 +163,8 @@ def _regions(leaf: int, spec: Spec, sharding: Sharding | None) -> list[_Region]:
         slices = index or (slice(None),) * len(spec.shape)
         ranges = tuple(s.indices(n)[:2] for s, n in zip(slices, spec.shape, strict=True))
         holders.setdefault(ranges, []).append(device)
-    return [_Region(leaf, ranges, tuple(devices)) for ranges, devices in holders.items()]
+    kind = None if sharding.memory_kind == "device" else sharding.memory_kind
+    return [_Region(leaf, ranges, tuple(devices), kind) for ranges, devices in holders.items()]
 
 
 def _joined(spec: Spec, sharding: Sharding, parts: list[jax.Array]) -> jax.Array:
@@ -129,8 +182,10 @@ def _fill(
     writers, buffers = {}, {}
     for region in (r for own in regions for r in own):
         on_cpu = all((d.platform if d else default) == "cpu" for d in region.devices)
-        make, writers[region] = _HOST if on_cpu else _DEVICE
+        make, writers[region] = _HOST if on_cpu or region.kind == PINNED else _DEVICE
         buffers[region] = make(region, specs[region.leaf].dtype)
+        if isinstance(buffers[region], np.ndarray) and _padded(specs[region.leaf], stored):
+            buffers[region].fill(0)
     sources = [
         (stored[name], leaf, index)
         for leaf, spec in enumerate(specs)
@@ -145,6 +200,13 @@ def _fill(
     return buffers
 
 
+def _padded(spec: Spec, stored: Mapping[str, Stored]) -> bool:
+    """Whether the leaf has entries beyond those of its tensors."""
+    names = [name for _, name in spec.tensors()]
+    whole = math.prod(spec.shape[: len(spec.stack)])
+    return len(names) < whole or any(stored[n].tensor.shape != spec.tensor_shape for n in names[:1])
+
+
 def _pieces(
     source: Stored, index: tuple[int, ...], ranges: Ranges
 ) -> Iterator[tuple[tuple[int, ...], np.ndarray]]:
@@ -157,6 +219,7 @@ def _pieces(
         return
     tensor, view = source.tensor, source.shard.view(source.name)
     (first, last), columns = inner[0], tuple(slice(*r) for r in inner[1:])
+    last = min(last, tensor.shape[0])  # what is beyond is padding
     row = tensor.nbytes // max(1, tensor.shape[0])
     step = max(1, _PIECE // max(1, row))
     place = tuple(i - start for i, (start, _) in zip(index, lead, strict=True))
@@ -209,4 +272,8 @@ def _arrays(region: _Region, buffer: Any) -> list[jax.Array]:
     """One array per holder; host memory is adopted, so it must not be written any more."""
     if isinstance(buffer, list):
         return buffer
-    return [jax.device_put(buffer, device, may_alias=True) for device in region.devices]
+    kind = region.kind
+    if kind is None:
+        return [jax.device_put(buffer, device, may_alias=True) for device in region.devices]
+    wanted = (SingleDeviceSharding(device, memory_kind=kind) for device in region.devices)
+    return [jax.device_put(buffer, each, may_alias=True) for each in wanted]

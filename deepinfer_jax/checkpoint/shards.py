@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import reprlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -14,6 +15,7 @@ from deepinfer_jax.safetensors import Shard, Tensor
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _PREFIX = "model."
 _LISTED = 10
+_WHOLE, _PIECE = 1 << 22, 256  # bytes of a shard that its digest reads all of; of a tensor else
 # A plain float tensor may be stored narrower than declared: these widen without rounding.
 _WIDENS = {"F32": ("BF16", "F16", "F8_E4M3", "F8_E5M2"), "BF16": ("F8_E4M3", "F8_E5M2")}
 
@@ -64,6 +66,35 @@ def open_folder(folder: Path) -> dict[str, Stored]:
     if problems:
         raise ValueError(f"shards and index of {folder} disagree: {some(problems, '; ')}")
     return stored
+
+
+def digest(folder: Path) -> str:
+    """Sixteen hex digits that name the weights of a released checkpoint, without reading all of it.
+
+    Of its config, and of every shard the size, the header and what `_sampled` takes: whoever trains
+    or quantizes a tensor again changes its middle too. Raises as `open_folder` does.
+    """
+    found = hashlib.sha256((folder / "config.json").read_bytes())
+    opened = {stored.shard.path.name: stored.shard for stored in open_folder(folder).values()}
+    for name, shard in sorted(opened.items()):
+        found.update(f"{name} {len(shard.data)} ".encode())
+        for start, stop in _sampled(shard):
+            found.update(shard.data[start:stop])
+    return found.hexdigest()[:16]
+
+
+def _sampled(shard: Shard) -> list[tuple[int, int]]:
+    """Byte ranges of a shard that stand for it: all of a small one; of a large one the header and
+    the middle of every tensor.
+    """
+    size = len(shard.data)
+    if size <= _WHOLE:
+        return [(0, size)]
+    places = sorted((each.start, each.stop) for each in shard.tensors.values())
+    return [(0, places[0][0])] + [
+        (max(start, (start + stop - _PIECE) // 2), min(stop, (start + stop + _PIECE) // 2))
+        for start, stop in places
+    ]
 
 
 def _weight_map(folder: Path) -> dict[str, str] | None:

@@ -33,7 +33,8 @@ def save_params(
     is held in memory, and the folder receives the files only when all are written.
 
     Args:
-      params: the tree of `params.abstract(cfg)`, of JAX or NumPy arrays.
+      params: the tree of `params.abstract(cfg)`, of JAX or NumPy arrays; rows that pad an Engram
+        table are left out.
       cfg: its configuration.
       folder: made if absent; must not hold a checkpoint yet.
       max_shard_bytes: bytes of tensors per file to stay below.
@@ -44,7 +45,7 @@ def save_params(
     """
     folder = Path(folder)
     _require_fit(params, cfg)
-    _require_free(folder, cfg)
+    require_free(folder, cfg)
     sources = {
         name: (leaf, index, Tensor(spec.storage, spec.tensor_shape))
         for leaf, spec in zip(jax.tree.leaves(params), parameters.specs(cfg), strict=True)
@@ -58,14 +59,14 @@ def save_params(
             safetensors.write(
                 Path(scratch, file),
                 {name: tensors[name] for name in names},
-                lambda name: _tensor(*sources[name][:2]),
+                lambda name: _tensor(*sources[name][:2])[: tensors[name].shape[0]],
                 _METADATA,
             )
         _finish(Path(scratch), folder, cfg, tensors, files)
 
 
 def _require_fit(params: Params, cfg: ModelConfig) -> None:
-    different = parameters.differences(params, cfg)
+    different = parameters.differences(params, cfg, padded=True)
     if different:
         raise ValueError(f"params do not fit the configuration: {some(different, '; ')}")
     for path, leaf in parameters.by_path(params).items():
@@ -73,7 +74,8 @@ def _require_fit(params: Params, cfg: ModelConfig) -> None:
             raise ValueError(f"{path} is partly held by other processes: use save_orbax")
 
 
-def _require_free(folder: Path, cfg: ModelConfig) -> None:
+def require_free(folder: Path, cfg: ModelConfig) -> None:
+    """FileExistsError where the folder holds a checkpoint, or the config of another model."""
     found = sorted(path.name for path in folder.glob("model*.safetensors*"))
     if found:
         raise FileExistsError(f"{folder} already holds {some(found)}: choose an empty folder")

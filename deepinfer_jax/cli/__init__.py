@@ -12,7 +12,17 @@ import sys
 from collections.abc import Sequence
 
 import deepinfer_jax
-from deepinfer_jax.cli import checking, evaluating, generating, information, profiling, variables
+from deepinfer_jax.cli import (
+    checking,
+    converting,
+    evaluating,
+    generating,
+    information,
+    kernels,
+    plan,
+    profiling,
+    variables,
+)
 from deepinfer_jax.cli.refusal import Failed, Refused
 
 FAILED, REFUSED, INTERRUPTED, BROKEN_PIPE = 1, 2, 130, 141
@@ -66,7 +76,10 @@ def _parser() -> argparse.ArgumentParser:
     generating.add_command(commands)
     evaluating.add_command(commands)
     information.add_command(commands)
+    plan.add_command(commands)
+    converting.add_command(commands)
     checking.add_command(commands)
     profiling.add_command(commands)
+    kernels.add_command(commands)
     variables.add_command(commands)
     return parser

@@ -6,7 +6,6 @@ What needs JAX is imported when a command runs, as in `generating`.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import json
 import os
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from deepinfer_jax import resources
 from deepinfer_jax.cli import generating, inputs, records, running
 from deepinfer_jax.cli.refusal import Failed, Refused
+from deepinfer_jax.whole_files import replacing
 
 if TYPE_CHECKING:
     from deepinfer_jax.evaluation import Report, Task
@@ -240,19 +240,11 @@ def _write(name: str, path: Path, text: str) -> None:
 
     Raises Failed, with the argument's name.
     """
-    path = path.resolve()
-    beside = path.with_name(path.name + ".writing")
     try:
-        with open(beside, "w", encoding="utf-8", newline="\n") as file:
+        with replacing(path, text=True) as file:
             file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(beside, path)
     except OSError as error:
         raise Failed(f"{name} {path} cannot be written: {error.strerror or error}") from None
-    finally:
-        with contextlib.suppress(OSError):
-            beside.unlink(missing_ok=True)
 
 
 # -- tasks of others -------------------------------------------------------------------------------

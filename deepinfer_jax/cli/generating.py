@@ -12,7 +12,7 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-from deepinfer_jax.cli import failures, inputs, running
+from deepinfer_jax.cli import cluster, failures, inputs, meshes, running
 from deepinfer_jax.cli.appending import check_apart
 from deepinfer_jax.cli.device import add_rows
 from deepinfer_jax.cli.records import KINDS
@@ -95,6 +95,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--metrics", type=Path, metavar="FILE", help="write a line for every step of the engine")
     add("--batch-size", type=int, metavar="N", help="most prompts in work at once, default 8")
     add_option(add)
+    meshes.add_options(parser)
+    cluster.add_options(parser)
 
 
 def _add_options(add: Any) -> None:

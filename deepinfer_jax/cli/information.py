@@ -31,14 +31,15 @@ def run(args: argparse.Namespace) -> int:
     from deepinfer_jax.config import ModelConfig
 
     try:
-        cfg = ModelConfig.from_json(_path(args.model))
+        cfg = ModelConfig.from_json(model_path(args.model))
     except (OSError, ValueError) as error:
         raise Refused(str(error)) from None
     print(info.format_info(info.describe(cfg)), end="")
     return 0
 
 
-def _path(model: str) -> Path:
+def model_path(model: str) -> Path:
+    """The config of a shipped name, a folder or a file; raises Refused for what is none."""
     if model in resources.model_names():
         return resources.model_folder(model)
     if model in resources.config_names():

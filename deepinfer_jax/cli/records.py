@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import codecs
-import contextlib
 import dataclasses
 import json
 import os
 import reprlib
-import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from deepinfer_jax.cli.appending import LineFile, check_folder
 from deepinfer_jax.cli.refusal import Failed, Refused
+from deepinfer_jax.whole_files import replacing
 
 if TYPE_CHECKING:
     from deepinfer_jax.requests import Request, Result
@@ -34,13 +33,16 @@ KINDS: Mapping[str, Any] = {  # the keys of a line, in order, and what stands th
     "kept_mass": list,
     "seed": int,
     "numerics": str,
+    "weights": str,
     "timing": dict,
 }
-OPTIONAL = {"timing"}  # keys that a line may lack
+OPTIONAL = {"timing", "weights"}  # keys that a line may lack; earlier versions wrote no "weights"
 
 
-def asked(request: Request, model: str) -> dict[str, Any]:
+def asked(request: Request, model: str, weights: str) -> dict[str, Any]:
     """What a reply was asked for, as it stands on its line: all that the reply depends on.
+
+    weights: `checkpoint.digest` of the model.
 
     options: the fields of `Options` but the seed, and `tools`, `schema` and the keys of `images`
     where they were given.
@@ -61,6 +63,7 @@ def asked(request: Request, model: str) -> dict[str, Any]:
         "prompt": request.prompt,
         "options": {**options, **request.chat},
         "seed": request.seed,
+        "weights": weights,
     }
 
 
@@ -86,10 +89,10 @@ def record(
     """
     beside = {
         "index": index,
-        **{name: asked[name] for name in ("model", "prompt", "options")},
+        **{name: asked[name] for name in ("model", "prompt", "options", "weights")},
         "timing": dataclasses.asdict(result.timing),
     }
-    keys = [key for key in KINDS if timed or key not in OPTIONAL]
+    keys = [key for key in KINDS if timed or key != "timing"]
     return {key: beside[key] if key in beside else getattr(result, key) for key in keys}
 
 
@@ -258,24 +261,16 @@ def settle(path: Path, places: Mapping[str, int], *, in_order: bool) -> bool:
     ordered = sorted(lines) if in_order else lines
     if not moved and lines == ordered:
         return False
-    beside = path.with_name(path.name + ".sorting")
     try:
-        with open(path, "rb") as source, open(beside, "wb") as target:
+        with open(path, "rb") as source, replacing(path) as target:
             for index, start, length in ordered:
                 source.seek(start)
                 target.write(_placed(source.read(length), index))
-            target.flush()
-            os.fsync(target.fileno())
-        shutil.copymode(path, beside)
-        os.replace(beside, path)
     except OSError as error:
         raise Failed(
-            f"--out {path} has all results, but not in their places: {beside}: {error.strerror}; "
+            f"--out {path} has all results, but not in their places: {error.strerror}; "
             "make room, and the same command puts them there"
         ) from None
-    finally:
-        with contextlib.suppress(OSError):
-            beside.unlink(missing_ok=True)
     return True
 
 
@@ -342,6 +337,7 @@ def _differing(old: Mapping[str, Any], new: Mapping[str, Any]) -> str | None:
     pairs = [(name, old[name], new[name]) for name in ("model", "prompt")]
     pairs += [(name, options.get(name), wanted.get(name)) for name in {**wanted, **options}]
     pairs.append(("seed", old["seed"], new["seed"]))
+    pairs.append(("set of weights", old.get("weights", new["weights"]), new["weights"]))
     for name, before, now in pairs:
         if before != now:
             return f"{name}: {_short(before)} there, {_short(now)} now"

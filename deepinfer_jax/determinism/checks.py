@@ -80,6 +80,12 @@ CHECKS = (
         speculation.devices,
         nothing="one device",
     ),
+    Check(
+        "mesh",
+        "generate over 2 to 8 devices that share KV, experts and requests",
+        engine.mesh,
+        nothing="one device",
+    ),
     Check("compilation", "compilation cache cold and warm", compilation.compiled, alone=True),
 )
 _WORKERS = 2

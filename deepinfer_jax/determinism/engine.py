@@ -13,13 +13,14 @@ import numpy as np
 from jax import lax
 
 from deepinfer_jax import engine as engines
-from deepinfer_jax import rounds
+from deepinfer_jax import layout, rounds
 from deepinfer_jax.cache import Cache
 from deepinfer_jax.config import ModelConfig
-from deepinfer_jax.determinism import feeding
+from deepinfer_jax.determinism import feeding, speculation
 from deepinfer_jax.determinism.reference import Reference, Setup
 from deepinfer_jax.determinism.schedules import Pair
 from deepinfer_jax.determinism.serving import MANY, SLOTS
+from deepinfer_jax.engine.sites import ONE, Site
 from deepinfer_jax.numerics import Numerics
 from deepinfer_jax.planning import OFF, Fill
 from deepinfer_jax.planning.policies import Memory, Move, Policy
@@ -66,15 +67,42 @@ def engine(setup: Setup) -> Iterator[Pair]:
     which go to whichever requests are most sure of theirs.
     """
     rng = setup.rng("engine")
-    block = setup.model.cfg.most_drafts
-    for policy, eager in ((OFF, False), (_Filled(block) if block else OFF, True)):
-        numbers = rng.permutation(np.tile(np.arange(len(setup.references)), 2)).tolist()
-        requests = [_shortened(setup.references[n].request, rng) for n in numbers]
-        made = engines.run(setup.model, requests, batch_size=BATCH, eager=eager, policy=policy)
-        for update in made:
-            if update.result is not None:
-                reference = setup.references[numbers[update.index]]
-                yield _reply(reference, update.result, setup.model.cfg.eos_token_id)
+    for policy, eager in ((OFF, False), (_drafting(setup.model.cfg), True)):
+        yield from _replies(setup, rng, policy, eager, ONE)
+
+
+def mesh(setup: Setup) -> Iterator[Pair]:
+    """The same, drafted for, over the largest power of two of devices, at most eight: two share
+    global KV, two have the experts of two more, and requests are spread over what is left.
+
+    One device alone: nothing to compare.
+    """
+    count = speculation.devices_to_use()
+    if count == 1:
+        return
+    cfg, expert = setup.model.cfg, min(count // 2, 2)
+    over = layout.device_mesh(count // 2 // expert, expert, jax.devices()[:count], context=2)
+    site = Site(over, layout.initial_placements(cfg, expert, least=1))
+    yield from _replies(setup, setup.rng("mesh"), _drafting(cfg), False, site)
+
+
+def _drafting(cfg: ModelConfig) -> Policy:
+    return _Filled(cfg.most_drafts) if cfg.most_drafts else OFF
+
+
+def _replies(
+    setup: Setup, rng: np.random.Generator, policy: Policy, eager: bool, site: Site
+) -> Iterator[Pair]:
+    """Of every request twice, cut short anywhere, in an order drawn at random."""
+    numbers = rng.permutation(np.tile(np.arange(len(setup.references)), 2)).tolist()
+    requests = [_shortened(setup.references[n].request, rng) for n in numbers]
+    running = engines.start(
+        setup.model, requests, batch_size=BATCH * site.parts, eager=eager, policy=policy, site=site
+    )
+    for update in running.updates():
+        if update.result is not None:
+            reference = setup.references[numbers[update.index]]
+            yield _reply(reference, update.result, setup.model.cfg.eos_token_id)
 
 
 def _shortened(request: Request, rng: np.random.Generator) -> Request:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import jax
 import numpy as np
 
-from deepinfer_jax import parallel, rl
+from deepinfer_jax import layout, parallel, rl
 from deepinfer_jax.determinism.reference import LONGEST_PROMPT, Setup
 from deepinfer_jax.determinism.schedules import Pair
 from deepinfer_jax.determinism.training import MICRO_BATCH, padded, sampling_of, score_pairs
@@ -49,14 +49,20 @@ def speculation(setup: Setup) -> Iterator[Pair]:
         yield Pair(f"request {number}", got, want)
 
 
+def devices_to_use() -> int:
+    """The largest power of two of devices, at most eight."""
+    count = 1
+    while 2 * count <= min(len(jax.devices()), MOST_DEVICES):
+        count *= 2
+    return count
+
+
 def devices(setup: Setup) -> Iterator[Pair]:
-    """Scores over a data and expert mesh of the largest power of two of devices, at most eight.
+    """Scores over a data and expert mesh of `devices_to_use()`.
 
     The experts are split as far as their number allows. One device alone: nothing to compare.
     """
-    model, count = setup.model, 1
-    while 2 * count <= min(len(jax.devices()), MOST_DEVICES):
-        count *= 2
+    model, count = setup.model, devices_to_use()
     if count == 1:
         return
     experts = [model.cfg.n_routed_experts]
@@ -67,7 +73,7 @@ def devices(setup: Setup) -> Iterator[Pair]:
     numbers = [i % len(setup.references) for i in range(MICRO_BATCH)]
     tokens, lengths = padded(setup, numbers, setup.capacity + 3)
     scores = _score(
-        parallel.place(model.params, mesh), model.tables, tokens, lengths, model.cfg,
+        layout.place(model.params, model.cfg, mesh), model.tables, tokens, lengths, model.cfg,
         model.numerics, mesh, sampling=sampling_of(setup, numbers),
     )  # fmt: skip
     yield from score_pairs(setup, numbers, scores)

@@ -2,7 +2,8 @@
 
 A step: `scheduling` says what is next, `Engine` makes calls of the few programs in `programs` of
 it, whose shapes come from `sizes` as far as `memory` allows and which `warming` can compile ahead;
-`device` holds their state and makes the calls in a thread of its own;
+`device` holds their state and makes the calls in a thread of its own; `sites` says on which devices
+that is, `spread` has the programs over a mesh, `balance` says when experts move there;
 `seats` keeps what has come of each request, `statistics` what it cost, `watch` for how long the
 device had nothing to do.
 """

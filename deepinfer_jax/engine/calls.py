@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -32,16 +33,39 @@ class Shown:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Call:
-    """A call with prompts: its rows, how many the program has, and the images among them."""
+    """A call with prompts: its rows, how many the program has, and the images among them; `local`:
+    slots of each of several devices, among whose rows those of slot -1 are padding.
+    """
 
     part: Sequence[Row]
     size: int
     shown: tuple[Shown, ...] = ()
+    local: int | None = None
+
+    @property
+    def count(self) -> int:
+        """Prompt rows."""
+        return sum(slot >= 0 for _, slot, _ in self.part)
 
     def rows(self, cfg: ModelConfig, numerics: Numerics) -> Rows:
-        """What the program is given. Without images there are no embeddings."""
-        rows = programs.make_rows(self.part, self.size)
+        """What the program is given, on the host. Without images there are no embeddings."""
+        rows = programs.host_rows(self.part, self.size, self.local)
         return illustrated(rows, self.shown, cfg, numerics) if self.shown else rows
+
+
+def joint_calls(every: Sequence[Row], sizes: Sizes, parts: int) -> Iterator[Call]:
+    """`calls` without images over `parts` devices with the slots of `sizes` each: in every call
+    each device has as many rows as that with the most left needs.
+    """
+    local = sizes.slots
+    of_part = [[row for row in every if row[1] // local == part] for part in range(parts)]
+    done, longest = 0, max(map(len, of_part))
+    while done < longest:
+        size = prefill_rows(longest - done, sizes)
+        rows = [each[done : done + size] for each in of_part]
+        filled = [row for each in rows for row in [*each, *[(0, -1, 0)] * (size - len(each))]]
+        yield Call(filled, size * parts, local=local)
+        done += size
 
 
 def calls(every: Sequence[Row], shown: Sequence[Shown], sizes: Sizes) -> Iterator[Call]:
@@ -75,4 +99,5 @@ def illustrated(rows: Rows, shown: Sequence[Shown], cfg: ModelConfig, numerics: 
     for each in shown:
         image[each.first : each.end] = True
         embeddings[each.first : each.end] = each.embeddings
-    return dataclasses.replace(rows, image=jnp.asarray(image), embeddings=jnp.asarray(embeddings))
+    shows: Any = {"image": image, "embeddings": embeddings}  # NumPy, as the rest of `rows`
+    return dataclasses.replace(rows, **shows)

@@ -14,50 +14,35 @@ import dataclasses
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
 
-from deepinfer_jax import cache as caches
-from deepinfer_jax import snapshots
-from deepinfer_jax.cache import Cache
+from deepinfer_jax import moving
 from deepinfer_jax.edits import Edits
-from deepinfer_jax.engine import programs
+from deepinfer_jax.engine.sites import ONE, Site, State
 from deepinfer_jax.engine.sizes import MOST_STEPS, Sizes
 from deepinfer_jax.engine.watch import Watch
+from deepinfer_jax.eplb import Placement
 from deepinfer_jax.loading import Model
 from deepinfer_jax.planning.policies import Move
 from deepinfer_jax.rounds import Running
 from deepinfer_jax.rows import Rows
 from deepinfer_jax.sampling import Sampling
-from deepinfer_jax.snapshots import Snapshots
 
 Array = jax.Array | np.ndarray
-
-
-class State(NamedTuple):
-    """What programs are given and give back: slots, cache, their sampling, kept beginnings."""
-
-    running: Running
-    cache: Cache
-    sampling: Sampling
-    kept: Snapshots | None
 
 
 class Device:
     """Everything posted is done in order. Where something fails, so does all that follows."""
 
-    def __init__(self, model: Model, sizes: Sizes, sampling: Sampling, watch: Watch) -> None:
-        """An empty device: nobody sits in its slots."""
-        self._model, self._watch = model, watch
-        cache = caches.init_cache(
-            model.cfg, model.numerics, sizes.slots, sizes.capacity, paging=sizes.paging
-        )
-        kept = snapshots.init_snapshots(cache, sizes.snapshots) if sizes.snapshots else None
-        running = programs.idle(sizes.slots, sizes.stop_ids)
-        running = programs.widened(running, sizes, model.cfg.vocab_size)
-        self._state = State(running, cache, jax.device_put(sampling), kept)
+    def __init__(
+        self, model: Model, sizes: Sizes, sampling: Sampling, watch: Watch, site: Site = ONE
+    ) -> None:
+        """An empty device, or several (`site`): nobody sits in the slots."""
+        self._model, self._watch, self._site = model, watch, site
+        self._state = site.state(model, sizes, sampling)
         self._default: Any = getattr(jax.config, "jax_default_device", None)  # of this thread
         self._thread = ThreadPoolExecutor(1, "deepinfer-device")
         self._lock = threading.Lock()
@@ -81,13 +66,13 @@ class Device:
 
         def change(state: State) -> tuple[State, None]:
             vocab = self._model.cfg.vocab_size
-            return state._replace(running=programs.widened(state.running, sizes, vocab)), None
+            return state._replace(running=self._site.widened(state.running, sizes, vocab)), None
 
         self._post(change)
 
     def hand_out(self, pages: np.ndarray) -> None:
         """The page table [B, P]; it must not change any more."""
-        sent = jax.device_put(pages)
+        sent = self._site.slots(pages)
         self._post(lambda s: (s._replace(cache=dataclasses.replace(s.cache, pages=sent)), None))
 
     def seat(
@@ -96,15 +81,16 @@ class Device:
     ) -> None:  # fmt: skip
         """`programs.seat` of the `changed` slots; edits of new ones, and whose slots have some."""
         news = [(np.int32(slot), one) for slot, one in edits.items()]
-        given, news, active = jax.device_put(((changed, left, ends), news, edited))
+        given, active = self._site.slots(((changed, left, ends), edited))
+        news = self._site.all(news)
 
         def change(state: State) -> tuple[State, None]:
             made = state.running.edits
             bare = dataclasses.replace(state.running, edits=None)
-            running = self._watch.ask(programs.seat_program, bare, *given)
+            running = self._watch.ask(self._site.programs.seat_program, bare, *given)
             if made is not None:
                 for slot, one in news:
-                    made = self._watch.ask(programs.edit_program, made, slot, one)
+                    made = self._watch.ask(self._site.programs.edit_program, made, slot, one)
                 made = dataclasses.replace(made, active=active)
             return state._replace(running=dataclasses.replace(running, edits=made)), None
 
@@ -112,25 +98,27 @@ class Device:
 
     def sample(self, sampling: Sampling) -> None:
         """How every slot samples from now on."""
-        sent = jax.device_put(sampling)
+        sent = self._site.slots(sampling)
         self._post(lambda state: (state._replace(sampling=sent), None))
 
     def take(self, slots: np.ndarray, places: np.ndarray) -> None:
         """`snapshots.take`."""
-        sent = jax.device_put((slots, places))
+        sent = self._site.slots((slots, places))
 
         def change(state: State) -> tuple[State, None]:
-            kept = self._watch.ask(programs.take_program, state.kept, state.cache, *sent)
+            kept = self._watch.ask(self._site.programs.take_program, state.kept, state.cache, *sent)
             return state._replace(kept=kept), None
 
         self._post(change)
 
     def restore(self, places: np.ndarray, slots: np.ndarray) -> None:
         """`snapshots.restore`."""
-        sent = jax.device_put((places, slots))
+        sent = self._site.slots((places, slots))
 
         def change(state: State) -> tuple[State, None]:
-            cache = self._watch.ask(programs.restore_program, state.cache, state.kept, *sent)
+            cache = self._watch.ask(
+                self._site.programs.restore_program, state.cache, state.kept, *sent
+            )
             return state._replace(cache=cache), None
 
         self._post(change)
@@ -139,12 +127,12 @@ class Device:
         self, rows: Rows, complete: np.ndarray, beside: np.ndarray, packed: np.ndarray | None
     ) -> Future[Any]:
         """`programs.fill`: (its round, None)."""
-        model, sent = self._model, jax.device_put((rows, complete, beside))
-        mask = None if packed is None else jax.device_put(packed)
+        model, sent = self._model, self._site.slots((rows, complete, beside))
+        mask = None if packed is None else self._site.slots(packed)
 
         def change(state: State) -> tuple[State, Any]:
             made, running, cache = self._ask(
-                programs.fill_program, model.params, model.tables, *sent, *state[:3],
+                self._site.programs.fill_program, state.params, state.tables, *sent, *state[:3],
                 model.cfg, model.numerics, mask,
             )  # fmt: skip
             return state._replace(running=running, cache=cache), (made, None)
@@ -159,27 +147,30 @@ class Device:
         """
         model = self._model
         sent = {"limit": np.int32(limit), "leave": np.int32(leave), "schedule": move.schedule}
-        only, given = jax.device_put((slots, sent))
+        only, given = self._site.slots(slots), self._site.all(sent)
 
         def change(state: State) -> tuple[State, Any]:
             alone = _alone(state.running, only)
             made, running, cache = self._ask(
-                programs.decode_program, model.params, model.tables, alone, *state[1:3],
+                self._site.programs.decode_program, state.params, state.tables, alone, *state[1:3],
                 model.cfg, model.numerics, steps=MOST_STEPS, size=move.size, rows=move.rows,
                 mode="coupled", **given,
             )  # fmt: skip
             running = _joined(running, state.running, only)
-            return state._replace(running=running, cache=cache), (made, alone.left)
+            return state._replace(running=running, cache=cache), (
+                made,
+                self._site.whole(alone.left),
+            )
 
         return self._post(change)
 
     def propose(self, slots: np.ndarray | None, first: np.ndarray, size: int) -> Future[Any]:
         """`programs.propose` of `slots` [B] bool, None: of all."""
-        model, (only, sent) = self._model, jax.device_put((slots, first))
+        model, (only, sent) = self._model, self._site.slots((slots, first))
 
         def change(state: State) -> tuple[State, Any]:
             made = self._ask(
-                programs.propose_program, model.params, model.tables,
+                self._site.programs.propose_program, state.params, state.tables,
                 _alone(state.running, only), *state[1:3], sent, model.cfg, model.numerics,
                 size=size,
             )  # fmt: skip
@@ -193,17 +184,28 @@ class Device:
     ) -> Future[Any]:  # fmt: skip
         """`programs.settle` of `slots` [B] bool, None: of all: (its round, None)."""
         model = self._model
-        only, *sent = jax.device_put((slots, drafts, confidence, legal, packed))
+        only, *sent = self._site.slots((slots, drafts, confidence, legal, packed))
 
         def change(state: State) -> tuple[State, Any]:
             made, running, cache = self._ask(
-                programs.settle_program, model.params, model.tables,
+                self._site.programs.settle_program, state.params, state.tables,
                 _alone(state.running, only), *sent, *state[1:3], model.cfg, model.numerics,
             )  # fmt: skip
             running = _joined(running, state.running, only)
             return state._replace(running=running, cache=cache), (made, None)
 
         return self._post(change)
+
+    def move(self, name: str, layer: int, old: Placement, new: Placement) -> None:
+        """Move the weights of one layer of experts, between two calls (`moving.move`)."""
+        mesh = self._site.mesh
+        assert mesh is not None, "the experts of one device have nowhere to go"
+
+        def change(state: State) -> tuple[State, None]:
+            params, _ = self._watch.ask(moving.move, state.params, name, layer, old, new, mesh)
+            return state._replace(params=params), None
+
+        self._post(change)
 
     # -- in order ----------------------------------------------------------------------------------
 

@@ -19,10 +19,12 @@ import jax
 import numpy as np
 
 from deepinfer_jax.engine import pictures
-from deepinfer_jax.engine.calls import Shown, calls
+from deepinfer_jax.engine.balance import AS_IT_IS, Balance, Balancing
+from deepinfer_jax.engine.calls import Shown, calls, joint_calls
 from deepinfer_jax.engine.device import Device
 from deepinfer_jax.engine.flights import Flight, Seat, Update
 from deepinfer_jax.engine.seats import Work, edits_of, padded, sampling_of
+from deepinfer_jax.engine.sites import ONE, Site
 from deepinfer_jax.engine.sizes import MOST_STEPS, Sizes, enough_free, grown
 from deepinfer_jax.engine.statistics import Asked, Observer, Statistics, Tally, learnt
 from deepinfer_jax.engine.structured import Looked, Structured
@@ -34,7 +36,7 @@ from deepinfer_jax.loading import Model
 from deepinfer_jax.planning import OFF, Policy
 from deepinfer_jax.planning.policies import Move, check_policy
 from deepinfer_jax.requests import Request
-from deepinfer_jax.scheduling import Job, Limits, Order, Scheduler, Step, Usage
+from deepinfer_jax.scheduling import Fleet, Job, Limits, Order, Scheduler, Step, Usage
 from deepinfer_jax.transcript import Transcript
 
 IN_FLIGHT = 1  # steps that the device is ahead of what was read
@@ -45,24 +47,34 @@ class Engine:
 
     def __init__(
         self, model: Model, sizes: Sizes, *, policy: Policy = OFF, order: Order | None = None,
-        eager: bool = False, observer: Observer | None = None,
+        eager: bool = False, observer: Observer | None = None, site: Site = ONE,
+        balancing: Balancing = AS_IT_IS,
     ) -> None:  # fmt: skip
         """`eager`: look after 1, 2, 4 ... rounds at first, for a reader who watches.
+
+        `site`: the devices, which `sizes` are shared by evenly; `balancing`: how experts move.
 
         `policy`: how rounds use the drafter, `order`: who goes first; both decide the time alone.
         `observer`: is told of every call of the device; it may read the engine, nothing else.
         """
         check_policy(policy)
-        self._model, self._sizes, self._policy = model, sizes, policy
+        self._model, self._sizes, self._policy, self._site = model, sizes, policy, site
+        own = sizes.of_part(site.parts)
         self._limit = 1 if eager else MOST_STEPS
         self._start = time.perf_counter()
-        self._memory = policy.start(sizes.slots, model.cfg.most_drafts)
+        self._memory = policy.start(own.slots, model.cfg.most_drafts)
         limits = Limits(
-            slots=sizes.slots, pages=sizes.pages, page_tokens=sizes.page_tokens,
-            rows=sizes.step_rows, longest=sizes.capacity,
-            snapshots=sizes.snapshots, keep="shared",
+            slots=own.slots, pages=own.pages, page_tokens=own.page_tokens,
+            rows=own.step_rows, longest=own.capacity,
+            snapshots=own.snapshots, keep="shared",
         )  # fmt: skip
-        self._scheduler = Scheduler(limits, order, model.numerics.fingerprint())
+        salt = model.numerics.fingerprint()
+        self._scheduler = (
+            Scheduler(limits, order, salt)
+            if site.parts == 1
+            else Fleet(limits, site.parts, order, salt)
+        )
+        self._balance = Balance(site.placements, balancing, model.cfg)
         self._structured = Structured(model)
         self._works: dict[Hashable, Work] = {}  # by the number of the submission
         self._draining = False
@@ -83,15 +95,17 @@ class Engine:
         self._stale: set[int] = set()  # slots that the device must not go on with
         self._table = np.full((sizes.slots, sizes.table), -1, np.int32)
         sampling = sampling_of(self._working(), sizes.truncates)
-        self._device = Device(model, sizes, sampling, self._watch)
+        self._device = Device(model, sizes, sampling, self._watch, self._balance.site(self._site))
 
     def submit(self, request: Request, priority: int = 0) -> int:
         """Let a request wait for its turn; returns its number, counted from 0.
 
         Raises ValueError, with the arithmetic, for one that can never fit, or has images that the
-        model cannot show; ImportError for one with a grammar where llguidance is not installed.
+        model, or an engine over a mesh, cannot show; ImportError for one with a grammar where
+        llguidance is not installed.
         """
         number = self._tally.counts.requests
+        self._site.check(request)
         spans = pictures.spans_of(request, self._model)
         job = Job(number, request.tokens, request.options.max_tokens, priority, spans=spans)
         transcript = Transcript(request, self._model.tokenizer, self._model.cfg.eos_token_id)
@@ -133,9 +147,13 @@ class Engine:
         kinds, or much longer than those before, they may need programs that this did not foresee.
         """
         model, sizes, works = self._model, self._sizes, self._works.values()
-        wanted = needs([work.request for work in works], sizes, model.cfg.vision)
+        requests, own = [work.request for work in works], sizes.of_part(self._site.parts)
+        wanted = needs(requests, own, model.cfg.vision)
         moves = self._policy.moves(self._memory)
-        every = planned(model, sizes, wanted, moves, *self._device.state())
+        every = planned(
+            model, sizes, wanted, moves, self._device.state(), self._site,
+            rearranged=self._balance.rearranges,
+        )  # fmt: skip
         self._watch.warmed(*compiled(every, progress))
 
     def drain(self) -> None:
@@ -162,7 +180,8 @@ class Engine:
                 if math.isnan(work.admitted):
                     self.cancel(work.number)
             yield from self._compiled(wait)
-            move = self._policy.move(self._memory, sum(seat is not None for seat in self._seats))
+            seated = sum(seat is not None for seat in self._seats)
+            move = self._policy.move(self._memory, -(-seated // self._site.parts))
             rounds = min(self._limit, move.rounds or MOST_STEPS)
             unreported = sum(flight.most for flight in self._flights)
             step = self._scheduler.step(rounds * (move.size + 1), unreported)
@@ -173,6 +192,7 @@ class Engine:
             try:
                 # Whoever reads may submit and cancel at every `yield`, but never within a step.
                 yield from [] if step.idle else self._carry_out(step, move, rounds)
+                self._rearrange()
                 # Masks follow from what was emitted: with a grammar at work nothing is ahead.
                 ahead = 0 if step.idle or self._ruled() or self._spent() else IN_FLIGHT
                 while len(self._flights) > ahead:
@@ -181,6 +201,13 @@ class Engine:
                     yield from self._land(flight)
             except jax.errors.JaxRuntimeError as error:
                 yield from self._recover(suspects, error)
+
+    def _rearrange(self) -> None:
+        """Move the experts of one layer, if that is due; others follow after later steps."""
+        found = self._balance.next()
+        if found is not None:
+            self._device.move(*found)
+            self._tally.counts.moved_layers += 1
 
     def _spent(self) -> bool:
         """Whether what is on its way ends every reply at work: another look would be in vain.
@@ -212,7 +239,7 @@ class Engine:
         Raises `error` where no prompt was to blame.
         """
         blamed = suspects & self._works.keys()
-        if not blamed:
+        if not blamed or self._site.processes > 1:  # others may have heard of no error
             raise error
         self._scheduler.restart()
         self._device.close()
@@ -249,16 +276,15 @@ class Engine:
             if bound:
                 ended = self._bound_look(bound, move)
         if step.saved:
-            self._device.take(
-                self._padded([s.slot for s in step.saved], 0),
-                self._padded([s.snapshot for s in step.saved], self._sizes.snapshots),
-            )
+            pairs = [(saved.slot, saved.snapshot) for saved in step.saved]
+            own = self._sizes.of_part(self._site.parts)
+            self._device.take(*self._arranged(pairs, (0, own.snapshots)))
         return ended
 
     def _enter(self, step: Step) -> None:
         """New jobs into their slots, pages into tables; slots given up stop."""
         model, fresh = self._model, {seated.slot for seated in step.seated}
-        restored = [(s.snapshot, s.slot) for s in step.seated if s.snapshot is not None]
+        restored = [(s.slot, s.snapshot) for s in step.seated if s.snapshot is not None]
         for seated in step.seated:
             work = self._works[seated.job]
             if math.isnan(work.admitted):
@@ -287,8 +313,9 @@ class Engine:
         if fresh:
             self._device.sample(sampling_of(works, self._sizes.truncates))
         if restored:
-            places, slots = map(list, zip(*restored, strict=True))
-            self._device.restore(self._padded(places, 0), self._padded(slots, self._sizes.slots))
+            own = self._sizes.of_part(self._site.parts)
+            slots, places = self._arranged(restored, (own.slots, 0))
+            self._device.restore(places, slots)
 
     def _show(self, step: Step) -> tuple[Step, list[Shown], list[Update]]:
         """The images among the step's prompts; requests whose images fail end, and leave it."""
@@ -316,10 +343,11 @@ class Engine:
             packed, ended = looked.packed[:, 0], self._end(looked.failures())
         beside, model = self._marked(step.decode), self._model
         self._filled |= {chunk.job for chunk in step.chunks}
-        for call in calls(every, shown, self._sizes):
+        own, parts = self._sizes.of_part(self._site.parts), self._site.parts
+        for call in joint_calls(every, own, parts) if parts > 1 else calls(every, shown, own):
             complete = [slot for _, slot, position in call.part if ends.get(slot) == position]
             slots, rows = int(np.count_nonzero(beside)), call.size + len(beside)
-            asked = self._tally.ask("prompts", rows, slots, self.usage(), len(call.part))
+            asked = self._tally.ask("prompts", rows, slots, self.usage(), call.count)
             shows = call.rows(model.cfg, model.numerics)
             made = self._device.fill(shows, self._marked(complete), beside, packed)
             if complete or beside.any():
@@ -332,7 +360,8 @@ class Engine:
     def _look(self, slots: list[int], ahead: int, move: Move, rounds: int) -> None:
         """Some rounds of these slots; fewer where a free slot is waited for."""
         limit = min(rounds, ahead // (move.size + 1))
-        asked = self._tally.ask("decode", move.rows, len(slots), self.usage())
+        rows = move.rows * self._site.parts
+        asked = self._tally.ask("decode", rows, len(slots), self.usage())
         leave = enough_free(self._scheduler.usage().waiting, self._sizes.slots)
         made = self._device.look(self._only(slots), move, limit, leave)
         self._limit = min(2 * self._limit, MOST_STEPS)
@@ -384,7 +413,8 @@ class Engine:
         """Hand what rounds emitted to the requests; one that has ended gives up its slot."""
         made, left = self._watch.read(flight.made.result())
         if flight.move is not None:
-            self._memory = self._policy.learn(self._memory, flight.move, *learnt(made, left))
+            seen = learnt(made, left, self._site.parts)
+            self._memory = self._policy.learn(self._memory, flight.move, *seen)
         came = np.zeros(3, np.int64)  # tokens, and drafts verified and accepted
         for slot in np.flatnonzero(made.emitted.any(axis=(0, 2))).tolist():
             seat = flight.seats[slot]
@@ -407,7 +437,8 @@ class Engine:
                 result = work.result(self._model.numerics.fingerprint(), now)
                 self._finish(slot)
             yield Update(work.number, text, len(work.raw), result)
-        self._tally.land(flight.asked, made, *came.tolist())
+        came = (int(n) for n in came)
+        self._tally.land(flight.asked, made, *came, moe_lb=self._balance.note(made))
 
     def _finish(self, slot: int) -> None:
         del self._works[self._seat(slot).work.number]
@@ -424,9 +455,21 @@ class Engine:
         """The request of every slot."""
         return [seat.work if seat else None for seat in self._seats]
 
-    def _padded(self, numbers: list[int], rest: int) -> np.ndarray:
-        """[B] int32: `numbers` and then `rest`, so that one program serves any number of them."""
-        return np.array(numbers + [rest] * (self._sizes.slots - len(numbers)), np.int32)
+    def _arranged(
+        self, pairs: list[tuple[int, int]], rest: tuple[int, int]
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """([B], [B]) int32: the slots of `pairs`, as their own device numbers them, and the others;
+        then `rest`, so that one program serves any number of them.
+        """
+        size = self._sizes.slots // self._site.parts
+        table = np.tile(np.array(rest, np.int32), (self._site.parts, size, 1))
+        filled = [0] * self._site.parts
+        for slot, other in pairs:
+            part, own = divmod(slot, size)
+            table[part, filled[part]] = own, other
+            filled[part] += 1
+        flat = table.reshape(-1, 2)
+        return flat[:, 0].copy(), flat[:, 1].copy()
 
     def _marked(self, slots: Collection[int]) -> np.ndarray:
         """[B] bool: whether a slot is one of these."""

@@ -48,11 +48,12 @@ class Need:
     edits: int = 0
 
 
-def need(cfg: ModelConfig, numerics: Numerics, sizes: Sizes) -> Need:
-    """What `sizes` are made of, from the shapes of the cache."""
-    one = caches.cache_shapes(
-        cfg, numerics, 1, sizes.capacity, paging=caches.Paging(sizes.page_tokens, 1)
-    )
+def need(cfg: ModelConfig, numerics: Numerics, sizes: Sizes, ranks: int = 1) -> Need:
+    """What `sizes` are made of, from the shapes of the cache; of a page what each of the `ranks`
+    devices has that share it.
+    """
+    paging = caches.Paging(sizes.page_tokens, 1)
+    one = caches.cache_shapes(cfg, numerics, 1, sizes.capacity, paging=paging, ranks=ranks)
 
     def nbytes(tree: Any) -> int:
         return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))
@@ -60,11 +61,14 @@ def need(cfg: ModelConfig, numerics: Numerics, sizes: Sizes) -> Need:
     page = nbytes((one.kv, one.keys))
     single = dataclasses.replace(sizes, slots=1)
     own = jax.eval_shape(lambda: idle_edits(single, cfg.vocab_size)) if sizes.edits else None
-    return Need(page, nbytes(one) - page, nbytes(own))
+    return Need(page // ranks, nbytes(one) - page, nbytes(own))
 
 
-def fitted(sizes: Sizes, cfg: ModelConfig, numerics: Numerics, free: int | None) -> Sizes:
-    """`sizes` with no more pages than fit into SHARE of `free` bytes beside the slots' state.
+def fitted(
+    sizes: Sizes, cfg: ModelConfig, numerics: Numerics, free: int | None, ranks: int = 1
+) -> Sizes:
+    """`sizes` with no more pages than fit into SHARE of `free` bytes beside the slots' state, on
+    each of `ranks` devices that share them.
 
     With fewer pages than every slot could fill, requests share what there is, and the last to come
     are computed again when it runs short.
@@ -73,7 +77,7 @@ def fitted(sizes: Sizes, cfg: ModelConfig, numerics: Numerics, free: int | None)
     """
     if free is None:
         return sizes
-    each = need(cfg, numerics, sizes)
+    each = need(cfg, numerics, sizes, ranks)
     state = (sizes.slots + sizes.snapshots) * each.slot + sizes.slots * each.edits
     room = int(SHARE * free) - state
     pages = min(sizes.pages, max(room, 0) // each.page) if each.page else sizes.pages

@@ -44,7 +44,7 @@ def fill(
     position = jnp.where(decoding, cache.lengths, 0)
     rows = join_rows(rows, text_rows(running.tokens, slot, position))
     mask = None if packed is None else expand(packed, cfg.vocab_size)
-    sampled, cache = steps.prefill(
+    sampled, loads, cache = steps.run_prompts(
         params, tables, rows, cache, sampling, cfg, numerics, mask=mask, edits=running.edits
     )
     sampled = jax.tree.map(lambda x: x[:, None], sampled)
@@ -61,6 +61,7 @@ def fill(
         confidence=jnp.zeros((b, 0), jnp.float32),
         scheduled=nothing,
         accepted=nothing,
+        loads=loads,
     )
     return jax.tree.map(lambda x: x[None], made), after, cache
 
@@ -154,7 +155,14 @@ def widened(running: Running, sizes: Sizes, vocab: int) -> Running:
 
 def make_rows(part: Sequence[tuple[int, int, int]], size: int) -> Rows:
     """Rows of (token, slot, position), padded to `size`."""
+    return jax.device_put(host_rows(part, size))
+
+
+def host_rows(part: Sequence[tuple[int, int, int]], size: int, local: int | None = None) -> Rows:
+    """`make_rows` on the host. local: slots of a device, where slots are to be numbered on each."""
     table = np.full((size, 3), (0, -1, 0), np.int32)
     table[: len(part)] = np.array(part, np.int32).reshape(-1, 3)  # none at all, too
+    if local is not None:
+        table[:, 1] = np.where(table[:, 1] < 0, -1, table[:, 1] % local)
     columns: Any = [*map(np.ascontiguousarray, table.T), np.zeros(size, bool)]
-    return jax.device_put(Rows(*columns))
+    return Rows(*columns)

@@ -73,6 +73,26 @@ class Sizes:
         """Of the cache."""
         return Paging(self.page_tokens, self.pages)
 
+    def of_part(self, parts: int) -> Sizes:
+        """What each of `parts` devices has of it; ValueError where they cannot share evenly."""
+        for name in ("slots", "pages", "snapshots"):
+            if getattr(self, name) % parts:
+                raise ValueError(
+                    f"{name} must be a multiple of the {parts} devices of the mesh, got "
+                    f"{getattr(self, name)}"
+                )
+        return dataclasses.replace(
+            self, slots=self.slots // parts, pages=self.pages // parts,
+            snapshots=self.snapshots // parts,
+        )  # fmt: skip
+
+    def of_all(self, parts: int) -> Sizes:
+        """What `parts` devices with these sizes have together."""
+        return dataclasses.replace(
+            self, slots=self.slots * parts, pages=self.pages * parts,
+            snapshots=self.snapshots * parts,
+        )  # fmt: skip
+
     @property
     def table(self) -> int:
         """Entries of a slot's page table."""
@@ -80,24 +100,32 @@ class Sizes:
 
 
 def make_sizes(
-    slots: int, capacity: int, cfg: ModelConfig, snapshots: int = 0, stop_ids: int = STOP_IDS
-) -> Sizes:
-    """Sizes with pages for every slot's whole capacity."""
+    slots: int, capacity: int, cfg: ModelConfig, snapshots: int = 0, stop_ids: int = STOP_IDS,
+    ranks: int = 1,
+) -> Sizes:  # fmt: skip
+    """Sizes with pages for every slot's whole capacity; ranks: devices that share each page."""
     page = capacity
     if capacity > PAGE_TOKENS:
-        whole = math.lcm(*cfg.ratios)  # so that no entry lies across a boundary
+        # So that no entry lies across a boundary, and a page has as many for every device.
+        whole = math.lcm(*cfg.ratios) * ranks
         page = -(-PAGE_TOKENS // whole) * whole
     return Sizes(slots, capacity, slots * -(-capacity // page), page, snapshots, stop_ids)
 
 
 def sizes_for(
-    requests: Sequence[Request], cfg: ModelConfig, max_length: int, batch_size: int | None = None
-) -> Sizes:
-    """Sizes that hold every one of `requests` (at least one), at most `batch_size` at once."""
-    slots = slots_for(len(requests), batch_size)
+    requests: Sequence[Request], cfg: ModelConfig, max_length: int, batch_size: int | None = None,
+    parts: int = 1, ranks: int = 1,
+) -> Sizes:  # fmt: skip
+    """Sizes that hold every one of `requests` (at least one), at most `batch_size` at once.
+
+    parts: devices, or groups of `ranks` devices, that share the requests; the sizes are those of
+    one of them.
+    """
+    slots = slots_for(len(requests), batch_size, parts)
     snapshots = slots if len(requests) > 1 else 0
-    made = make_sizes(slots, capacity_for(requests, max_length), cfg, snapshots)
-    many = sum(len(request.tokens) for request in requests) >= MANY_ROWS
+    capacity = capacity_for(requests, max_length)
+    made = make_sizes(slots, capacity, cfg, snapshots, ranks=ranks)
+    many = sum(len(request.tokens) for request in requests) >= MANY_ROWS * parts
     made = dataclasses.replace(
         made,
         span=max(span_lengths(requests, cfg.vision), default=0),
@@ -128,13 +156,22 @@ def specialised() -> bool:
     return jax.default_backend() != "cpu"
 
 
-def slots_for(count: int, batch_size: int | None) -> int:
-    """Slots for `count` requests: a power of two that holds them all, at most `batch_size`."""
+def slots_for(count: int, batch_size: int | None, parts: int = 1) -> int:
+    """Slots for `count` requests, of one device where `parts` share them.
+
+    One for one request, otherwise a power of two that holds them all, at most `batch_size`. Without
+    `batch_size` there are DEFAULT_SLOTS whenever there are several, so that a session that asks for
+    three replies and then for five compiles once. Idle slots are not free: on a CPU two replies
+    among eight slots take 1.5 times as long as among two, which `batch_size=2` gives.
+    """
     if batch_size is not None and (isinstance(batch_size, bool) or not isinstance(batch_size, int)):
         raise TypeError(f"batch_size must be an integer, got {batch_size!r}")
     if batch_size is not None and batch_size < 1:
         raise ValueError(f"batch_size must be at least 1, got {batch_size}")
-    return min(power_of_two(count), DEFAULT_SLOTS if batch_size is None else batch_size)
+    needed = -(-count // parts)
+    if batch_size is None:
+        return 1 if needed == 1 else DEFAULT_SLOTS
+    return min(power_of_two(needed), -(-batch_size // parts))
 
 
 def capacity_for(requests: Sequence[Request], max_length: int) -> int:

@@ -34,6 +34,9 @@ class StepRecord:
         of a prompt. With steps asked ahead it holds the rest of the step before.
       idle_s, compile_s: seconds that the device waited for the host since the record before, and
         that were spent on compiling.
+      moe_lb: over a mesh, tokens of the slowest place along its axis "expert" over those of the
+        mean one (docs/eplb.md 2), both added up over rounds and layers before they are divided;
+        None on one device, and where nothing was read.
     """
 
     time: float
@@ -50,6 +53,7 @@ class StepRecord:
     latency_s: float | None = None
     idle_s: float = 0.0
     compile_s: float = 0.0
+    moe_lb: float | None = None
 
 
 Observer = Callable[[StepRecord], None]
@@ -70,6 +74,7 @@ class Statistics:
       idle_s: of them, how long the device waited for the host (`Watch`).
       compiled: programs made or read from a cache, warm-up included; recompiled: after it.
       compile_s: seconds that this took.
+      moved_layers: how often a layer's experts moved to another placement (docs/parallel.md 3).
     """
 
     requests: int
@@ -91,6 +96,7 @@ class Statistics:
     compiled: int
     recompiled: int
     compile_s: float
+    moved_layers: int = 0
 
     @property
     def idle_share(self) -> float:
@@ -116,6 +122,7 @@ class Counts:
     verified: int = 0
     accepted: int = 0
     preempted: int = 0
+    moved_layers: int = 0
     peak_pages: int = 0
 
 
@@ -155,7 +162,10 @@ class Tally:
         """Of this call nothing is going to be read."""
         self._tell(asked.record)
 
-    def land(self, asked: Asked, made: Round, tokens: int, verified: int, accepted: int) -> None:
+    def land(
+        self, asked: Asked, made: Round, tokens: int, verified: int, accepted: int,
+        moe_lb: float | None = None,
+    ) -> None:  # fmt: skip
         """The results of a call were read: so much of them became part of replies."""
         self.counts.tokens += tokens
         self.counts.verified += verified
@@ -165,7 +175,7 @@ class Tally:
         self._tell(
             dataclasses.replace(
                 asked.record, time=time.time(), rounds=rounds, tokens=tokens, verified=verified,
-                accepted=accepted, latency_s=latency,
+                accepted=accepted, latency_s=latency, moe_lb=moe_lb,
             )
         )  # fmt: skip
 
@@ -191,8 +201,10 @@ class Tally:
         )  # fmt: skip
 
 
-def learnt(made: Round, left: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def learnt(made: Round, left: np.ndarray, parts: int = 1) -> tuple[np.ndarray, np.ndarray]:
     """(confidence [rounds, B, N], most [rounds, B]) of the rounds that were run.
+
+    With several devices, `parts`, a round of theirs counts as one of each, with its own slots.
 
     most: drafts that could have become part of a reply, of slots with `left` [B] tokens before.
     """
@@ -201,4 +213,6 @@ def learnt(made: Round, left: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     count, confidence = count[done], np.asarray(made.confidence)[done]
     before = np.cumsum(count, axis=0) - count
     most = np.clip(left - before - 1, 0, confidence.shape[2])
-    return confidence, np.where(count > 0, most, 0)
+    most = np.where(count > 0, most, 0)
+    rounds, own = len(most) * parts, most.shape[1] // parts
+    return confidence.reshape(rounds, own, confidence.shape[2]), most.reshape(rounds, own)

@@ -18,10 +18,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from deepinfer_jax.cache import Cache
+from deepinfer_jax import moving
 from deepinfer_jax.config import VisionConfig
 from deepinfer_jax.engine import programs
 from deepinfer_jax.engine.calls import illustrated
+from deepinfer_jax.engine.sites import ONE, Site, State
 from deepinfer_jax.engine.sizes import (
     MOST_STEPS,
     Sizes,
@@ -37,9 +38,6 @@ from deepinfer_jax.images.pixels import Picture
 from deepinfer_jax.loading import Model
 from deepinfer_jax.planning.policies import Move
 from deepinfer_jax.requests import Request
-from deepinfer_jax.rounds import Running
-from deepinfer_jax.sampling import Sampling
-from deepinfer_jax.snapshots import Snapshots
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -121,39 +119,54 @@ class Planned:
 
 
 def planned(
-    model: Model, sizes: Sizes, needs: Needs, moves: Sequence[Move], running: Running,
-    cache: Cache, sampling: Sampling, kept: Snapshots | None,
+    model: Model, sizes: Sizes, needs: Needs, moves: Sequence[Move], state: State, site: Site = ONE,
+    *, rearranged: bool = False,
 ) -> list[Planned]:  # fmt: skip
     """The calls to come, those that take longest to compile first. Nothing is run.
 
-    `moves`: those of the policy; the rest is the engine's state.
+    `moves`: those of the policy; `state`: the engine's; `rearranged`: whether experts move.
     """
-    every = [
-        *_prompts(model, sizes, needs, running, cache, sampling),
-        *_rounds(model, sizes, needs, moves, running, cache, sampling),
-        *_pictures(model, needs),
-    ]
-    slots, none = np.zeros(sizes.slots, np.int32), np.zeros(sizes.slots, bool)
+    each, put = _Making(model, sizes, state, site), site.slots
+    every = [*_prompts(each, needs), *_rounds(each, needs, moves), *_pictures(model, needs)]
+    every += _movings(state, site) if rearranged else ()
+    running, cache, _, kept, *_ = state
+    slots, none = put((np.zeros(sizes.slots, np.int32), np.zeros(sizes.slots, bool)))
+    run = site.programs
     if needs.shared:
         every += [
-            Planned("snapshots", programs.take_program, (kept, cache, slots, slots)),
-            Planned("beginnings", programs.restore_program, (cache, kept, slots, slots)),
+            Planned("snapshots", run.take_program, (kept, cache, slots, slots)),
+            Planned("beginnings", run.restore_program, (cache, kept, slots, slots)),
         ]
     if running.edits is not None:
         one = jax.tree.map(lambda x: np.zeros((1, *x.shape[1:]), x.dtype), running.edits)
-        every += [Planned("edits", programs.edit_program, (running.edits, np.int32(0), one))]
+        args = running.edits, *site.all((np.int32(0), one))
+        every += [Planned("edits", run.edit_program, args)]
     bare = dataclasses.replace(running, edits=None)
-    stops = np.zeros((sizes.slots, sizes.stop_ids), np.int32)
-    return [*every, Planned("seats", programs.seat_program, (bare, none, slots, stops))]
+    stops = put(np.zeros((sizes.slots, sizes.stop_ids), np.int32))
+    return [*every, Planned("seats", run.seat_program, (bare, none, slots, stops))]
 
 
-def _prompts(
-    model: Model, sizes: Sizes, needs: Needs, running: Running, cache: Cache, sampling: Sampling
-) -> Iterator[Planned]:
-    none = np.zeros(sizes.slots, bool)
-    masks = [None, _masks(model, sizes)] if needs.masked else [None]
-    text = [programs.make_rows([], rows) for rows in needs.prompt_rows]
-    shown = [programs.make_rows([], rows) for rows in needs.image_rows]
+@dataclasses.dataclass(frozen=True)
+class _Making:
+    """What all calls are made of."""
+
+    model: Model
+    sizes: Sizes
+    state: State
+    site: Site
+
+    def masks(self, *places: int) -> Any:
+        """[B, W] or [B, places, W], as the host packs them."""
+        words = bits.words(self.model.cfg.vocab_size)
+        return self.site.slots(np.zeros((self.sizes.slots, *places, words), np.uint32))
+
+
+def _prompts(of: _Making, needs: Needs) -> Iterator[Planned]:
+    model, site, state = of.model, of.site, of.state
+    none = site.slots(np.zeros(of.sizes.slots, bool))
+    masks = [None, of.masks()] if needs.masked else [None]
+    text = [programs.host_rows([], site.parts * rows) for rows in needs.prompt_rows]
+    shown = [programs.host_rows([], rows) for rows in needs.image_rows]
     shown = [illustrated(rows, [], model.cfg, model.numerics) for rows in shown]
     for rows in (*text, *shown):
         what = "prompts" if rows.embeddings is None else "prompts with images"
@@ -161,8 +174,8 @@ def _prompts(
             yield Planned(
                 f"{what}, {rows.slots.shape[0]} rows"
                 + (" under grammars" if packed is not None else ""),
-                programs.fill_program,
-                (model.params, model.tables, rows, none, none, running, cache, sampling,
+                site.programs.fill_program,
+                (state.params, state.tables, site.slots(rows), none, none, *state[:3],
                  model.cfg, model.numerics, packed),
             )  # fmt: skip
 
@@ -173,41 +186,42 @@ def _pictures(model: Model, needs: Needs) -> Iterator[Planned]:
         yield Planned(f"images of {each.height} x {each.width} patches", program, args)
 
 
-def _rounds(
-    model: Model, sizes: Sizes, needs: Needs, moves: Sequence[Move], running: Running,
-    cache: Cache, sampling: Sampling,
-) -> Iterator[Planned]:  # fmt: skip
-    slots = sizes.slots
-    state = model.params, model.tables, running
-    rest = cache, sampling
+def _movings(state: State, site: Site) -> Iterator[Planned]:
+    """One program for each stack of experts, whatever moves where."""
+    if site.mesh is None:
+        return
+    for name, placement in site.placements.items():
+        stay = state.params, name, 0, placement, placement, site.mesh
+        yield Planned(f"moves of experts, {name}", *moving.moving_call(*stay))
+
+
+def _rounds(of: _Making, needs: Needs, moves: Sequence[Move]) -> Iterator[Planned]:
+    model, site, slots, run = of.model, of.site, of.sizes.slots, of.site.programs
+    own = slots // site.parts  # the policy's rows are those of one device
+    state = of.state.params, of.state.tables, of.state.running
+    rest = *of.state[1:3], model.cfg, model.numerics
     if needs.free:
         for move in {(move.size, move.rows): move for move in moves}.values():
+            given = {"limit": np.int32(1), "leave": np.int32(0), "schedule": move.schedule}
             yield Planned(
                 f"decode {slots} slots" + (f", {move.size} drafts" if move.size else "")
-                + (f", {move.rows} rows" if move.rows != slots * (move.size + 1) else ""),
-                programs.decode_program, (*state, *rest, model.cfg, model.numerics),
-                {"steps": MOST_STEPS, "limit": np.int32(1), "leave": np.int32(0),
-                 "size": move.size, "rows": move.rows, "schedule": move.schedule,
-                 "mode": "coupled"},
+                + (f", {move.rows} rows" if move.rows != own * (move.size + 1) else ""),
+                run.decode_program, (*state, *rest),
+                {"steps": MOST_STEPS, "size": move.size, "rows": move.rows, "mode": "coupled",
+                 **site.all(given)},
             )  # fmt: skip
     for size in sorted({move.size for move in moves}, reverse=True) if needs.ruled else ():
         if size:
             yield Planned(
-                f"{size} drafts under grammars", programs.propose_program,
-                (*state, *rest, _masks(model, sizes), model.cfg, model.numerics), {"size": size},
+                f"{size} drafts under grammars", run.propose_program,
+                (*state, *rest[:2], of.masks(), *rest[2:]), {"size": size},
             )  # fmt: skip
         drafts, sure = np.zeros((slots, size), np.int32), np.zeros((slots, size), np.float32)
+        given = site.slots((drafts, sure, np.zeros(slots, np.int32)))
         yield Planned(
             f"verify {size} drafts under grammars" if size else f"decode {slots} under grammars",
-            programs.settle_program,
-            (*state, drafts, sure, np.zeros(slots, np.int32), _masks(model, sizes, size + 1),
-             *rest, model.cfg, model.numerics),
+            run.settle_program, (*state, *given, of.masks(size + 1), *rest),
         )  # fmt: skip
-
-
-def _masks(model: Model, sizes: Sizes, *places: int) -> np.ndarray:
-    """[B, W] or [B, places, W], as the host packs them."""
-    return np.zeros((sizes.slots, *places, bits.words(model.cfg.vocab_size)), np.uint32)
 
 
 def compiled(

@@ -26,7 +26,6 @@ from deepinfer_jax.eplb.placement import (
     make_placement,
     redundancy,
 )
-from deepinfer_jax.eplb.plot import plot_loads
 from deepinfer_jax.eplb.rearrange import Rearrangement, rearrange
 from deepinfer_jax.eplb.rebalance import rebalance, rebalance_window
 from deepinfer_jax.eplb.relabel import relabel
@@ -53,7 +52,6 @@ __all__ = [
     "make_window",
     "moe_lb",
     "movement",
-    "plot_loads",
     "rearrange",
     "rebalance",
     "rebalance_window",

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from deepinfer_jax import safetensors
+from deepinfer_jax import safetensors, summaries
 from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.numerics import Numerics
 from deepinfer_jax.params import Params, by_path
@@ -40,6 +40,8 @@ class Features:
     height: int
     width: int
     key: str
+
+    __repr__ = summaries.of_fields
 
 
 def check(features: Features) -> None:

@@ -265,19 +265,12 @@ class LLM:
         made = generation.updates(
             self.model, requests, batch_size=self.batch_size, speculative=self.speculative
         )
-        bar = _bar(len(requests)) if use_tqdm else None
-        try:
-            for update in made:
-                name = requests[update.index].id
-                if update.result is not None:
-                    results[name] = update.result
-                if update.error is not None:
-                    failed[name] = update.error
-                if bar is not None and (update.result or update.error):
-                    bar.update()
-        finally:
-            if bar is not None:
-                bar.close()
+        for update in generation.watched(made, len(requests), use_tqdm):
+            name = requests[update.index].id
+            if update.result is not None:
+                results[name] = update.result
+            if update.error is not None:
+                failed[name] = update.error
         return results, failed
 
 
@@ -308,12 +301,3 @@ def _is_one(prompts: Any) -> bool:
             f"'prompt_token_ids', or a list of such, got {type(prompts).__name__}"
         )
     return bool(prompts) and isinstance(prompts[0], numbers.Integral)
-
-
-def _bar(total: int) -> Any:
-    """A bar that only a terminal shows; None where tqdm is not installed."""
-    try:
-        from tqdm import tqdm
-    except ImportError:
-        return None
-    return tqdm(total=total, desc="replies", disable=None)

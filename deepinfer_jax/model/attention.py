@@ -39,7 +39,7 @@ def query(p: Any, x: jax.Array, angle: Rotation, cfg: ModelConfig, numerics: Num
     low = nx.rms_norm(low, p["q_norm"], cfg.rms_norm_eps, numerics)
     heads = nx.linear(low, p["wq_b"], numerics, quantized)
     heads = heads.reshape(-1, cfg.num_attention_heads, cfg.head_dim)
-    return Query(low, rope.rotate(heads, angle))
+    return Query(low, rope.rotated(heads, angle, False, numerics))
 
 
 def window_kv(
@@ -48,7 +48,7 @@ def window_kv(
     """The window vector, key and value at once, of x [T, D] -> [T, Hd] (docs/model.md 7.1)."""
     k = nx.linear(x, p["wkv"], numerics, cfg.quantized)
     k = nx.rms_norm(k, p["kv_norm"], cfg.rms_norm_eps, numerics)
-    k = rope.rotate(k, angle)
+    k = rope.rotated(k, angle, False, numerics)
     return quant.qdq_fp8(k) if numerics.quantize_kv else k
 
 
@@ -56,7 +56,7 @@ def output(
     p: Any, o: jax.Array, angle: Rotation, cfg: ModelConfig, numerics: Numerics
 ) -> jax.Array:
     """Attention output o [T, H, Hd] rotated back and projected by groups (docs/model.md 7.5)."""
-    o = rope.rotate(nx.round_to(o, numerics.dtype), angle, inverse=True)
+    o = rope.rotated(nx.round_to(o, numerics.dtype), angle, True, numerics)
     low = nx.group_dot(o.reshape(o.shape[0], cfg.o_groups, -1), p["wo_a"], numerics)
     low = nx.round_to(low, numerics.dtype).reshape(o.shape[0], -1)
     return nx.linear(low, p["wo_b"], numerics, cfg.quantized)
@@ -124,10 +124,18 @@ def read_entries(
     if entries.pages is None:
         row = spans.first[slot] + (ids + 1) * ratio - 1 - spans.start[slot]
         return entries.data[jnp.clip(row, 0, entries.data.shape[0] - 1)]
+    return codec.load(stored_entries(entries, slot, ids), dtype)
+
+
+def stored_entries(entries: Entries, slot: jax.Array, ids: jax.Array) -> jax.Array:
+    """Entries `ids` of a cache as it holds them: [..., w] for slots and ids that fit together; ids
+    out of range give arbitrary ones.
+    """
+    assert entries.pages is not None
     size = entries.data.shape[2]
     safe = jnp.clip(ids, 0, entries.pages.shape[1] * size - 1)
     page = jnp.maximum(entries.pages[slot, safe // size], 0)
-    return codec.load(entries.data[entries.source, page, safe % size], dtype)
+    return entries.data[entries.source, page, safe % size]
 
 
 # -- attention -------------------------------------------------------------------------------------
@@ -148,45 +156,87 @@ class Reach:
     length: int = 0
 
 
-def _attend_row(row: Any, shared: Any, reach: Reach, numerics: Numerics) -> jax.Array:
-    """One query row: gather its slots in position order and attend."""
-    q, slot, position, floor, selected = row
-    new, ring, entries, spans, sink = shared
+def _slots_of_row(row: Any, shared: Any, reach: Reach) -> tuple[jax.Array, jax.Array]:
+    """The slots of one query row in position order: keys [slots, Hd] and mask [slots]."""
+    _, slot, position, floor, selected, fetched = row
+    new, ring, entries, spans, _ = shared
     wanted = position - reach.window + 1 + jnp.arange(reach.window, dtype=jnp.int32)
     mask = wanted >= jnp.maximum(floor, 0)
     keys = window_keys(new, ring, spans, slot, jnp.maximum(wanted, 0), reach.window_codec)
-    if entries is not None:
+    if fetched is not None:
+        keys = jnp.concatenate([keys, reach.main_codec.load(fetched, new.dtype)])
+        mask = jnp.concatenate([mask, selected >= 0])
+    elif entries is not None:
         picked = read_entries(
             entries, spans, slot, selected, reach.ratio, reach.main_codec, new.dtype
         )
         keys = jnp.concatenate([keys, picked])
         mask = jnp.concatenate([mask, selected >= 0])
     # Masked slots are zeroed: an uninitialised vector must not turn 0 x NaN into NaN.
-    return nx.attend(q, jnp.where(mask[:, None], keys, 0), mask, sink, reach.scale, numerics)
+    return jnp.where(mask[:, None], keys, 0), mask
+
+
+def _attend_row(row: Any, shared: Any, reach: Reach, numerics: Numerics) -> jax.Array:
+    """One query row: gather its slots and attend."""
+    keys, mask = _slots_of_row(row, shared, reach)
+    return nx.attend(row[0], keys, mask, shared[-1], reach.scale, numerics)
 
 
 def attend(
     q: jax.Array, new: jax.Array, ring: Ring | None, entries: Entries | None, selected: jax.Array,
     floor: jax.Array, sink: jax.Array, rows: Rows, spans: Spans, reach: Reach, numerics: Numerics,
+    fetched: jax.Array | None = None,
 ) -> jax.Array:  # fmt: skip
     """Sparse attention of all rows: q [T, H, Hd] -> float32 [T, H, Hd] (docs/model.md 7.5).
 
     selected [T, S] entry ids ascending, -1 padded; floor [T]: the first window position a row may
-    see (a position beyond the row's own leaves its window empty, as padding rows need).
+    see (a position beyond the row's own leaves its window empty, as padding rows need). fetched
+    [T, S, w]: the selected entries as they are stored, where `entries` is None because they lie
+    elsewhere.
     """
     if numerics.rows == "dense":
         return _attend_sequences(q, new, entries, selected, floor, sink, reach)
     slot = jnp.maximum(rows.slots, 0)
-    if numerics.rows == "ffi" and ring is not None:
+    if numerics.rows == "ffi" and ring is not None and fetched is None:
         at = (spans.first, spans.start)
         where = None if entries is None else (entries.data, entries.source, entries.pages)
         return nx.attend_cache(
             q, new, (ring.data, ring.layer), where, at, (slot, rows.positions, floor), selected,
             sink, reach.window, reach.scale,
         )  # fmt: skip
-    each = (q, slot, rows.positions, floor, selected)
+    each = (q, slot, rows.positions, floor, selected, fetched)
     f = functools.partial(_attend_row, reach=reach, numerics=numerics)
     return nx.map_rows(f, each, (new, ring, entries, spans, sink), numerics)
+
+
+def _probabilities_of_row(row: Any, shared: Any, reach: Reach, numerics: Numerics) -> jax.Array:
+    keys, mask = _slots_of_row(row, shared, reach)
+    return nx.attention_probabilities(row[0], keys, mask, shared[-1], reach.scale, numerics)
+
+
+def probabilities(
+    q: jax.Array, new: jax.Array, ring: Ring | None, entries: Entries | None, selected: jax.Array,
+    floor: jax.Array, sink: jax.Array, rows: Rows, spans: Spans, reach: Reach, numerics: Numerics,
+) -> jax.Array:  # fmt: skip
+    """What `attend` gives each slot, and the sink last: float32 [T, H, W + S + 1].
+
+    Slots of entries are 0 in a layer without global KV. For looking on: computed row by row in
+    plain operations, whatever kernel attends.
+    """
+    each = (q, jnp.maximum(rows.slots, 0), rows.positions, floor, selected, None)
+    f = functools.partial(_probabilities_of_row, reach=reach, numerics=numerics)
+    p = nx.map_rows(f, each, (new, ring, entries, spans, sink), numerics)
+    if entries is not None:
+        return p
+    window = reach.window
+    gap = jnp.zeros((*p.shape[:2], selected.shape[1]), p.dtype)
+    return jnp.concatenate([p[..., :window], gap, p[..., window:]], axis=2)
+
+
+def window_bounds(positions: jax.Array, floor: jax.Array, reach: Reach) -> jax.Array:
+    """First and last position in the window of rows [T] -> [T, 2] int32; first > last: empty."""
+    first = jnp.maximum(positions - reach.window + 1, jnp.maximum(floor, 0))
+    return jnp.stack([first, positions], axis=1)
 
 
 def _attend_sequences(

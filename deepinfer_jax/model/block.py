@@ -8,6 +8,8 @@ prefill may drop rows at the decoder boundary.
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -15,10 +17,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from deepinfer_jax import cache as caches
+from deepinfer_jax import numerics as nx
 from deepinfer_jax.cache import Cache
 from deepinfer_jax.config import LayerKind, ModelConfig
-from deepinfer_jax.model import attention, compress, engram, hyper, index, moe
+from deepinfer_jax.mirror import Split
+from deepinfer_jax.model import attention, capture, compress, dealt, engram, hyper, index, moe
 from deepinfer_jax.model.attention import Entries, Reach, Ring
+from deepinfer_jax.model.capture import Captured
 from deepinfer_jax.model.program import ordinals
 from deepinfer_jax.numerics import Numerics
 from deepinfer_jax.rows import FAR, Rows, Spans
@@ -32,7 +37,9 @@ class Call:
     lookback [T, max_ngram]: compressed ids for the Engram hashes. floor and decoder_floor [T]: the
     first window position a row may see in encoder and decoder layers (FAR for padding). length:
     most rows of one slot where there is no cache; nothing reads it where there is one. origin [T]:
-    row numbers of the forward's own rows, or None.
+    row numbers of the forward's own rows, or None. split: how the rows of a call are shared by
+    devices, or None; then `rows`, and all that has an entry for each of them, are this device's,
+    `whole` are those of all devices in order, which `spans` tells of.
     """
 
     params: Any
@@ -46,8 +53,14 @@ class Call:
     decoder_floor: jax.Array
     length: int
     origin: jax.Array | None
+    whole: Rows
+    split: Split | None
     cfg: ModelConfig
     numerics: Numerics
+
+    def gathered(self, x: jax.Array) -> jax.Array:
+        """x of this device's rows, of all rows."""
+        return x if self.split is None else self.split.gathered(x)
 
 
 @jax.tree_util.register_dataclass
@@ -57,7 +70,8 @@ class Stream:
 
     x [T, C, D] residual streams; pre [T, C] collapse weights of the next sub-layer; selected [T, S]
     and candidates [T, b]: newest index lists; taps [n, T, D]; routed [L, T, k]; latest: this call's
-    newest compressed KV and index keys ([T, Hd], [T, K]) where there is no cache.
+    newest compressed KV and index keys ([T, Hd], [T, K]) where there is no cache. seen: what has
+    been captured so far, where something is.
     """
 
     x: jax.Array
@@ -68,6 +82,7 @@ class Stream:
     routed: jax.Array
     latest: tuple[jax.Array, jax.Array] | None
     cache: Cache | None
+    seen: Captured | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -87,31 +102,35 @@ class Record:
     route: moe.Route
 
 
-def at_layer(tree: Any, layer: Any) -> Any:
-    """One layer of a stacked tree; `layer` may be traced."""
-    return jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, layer, 0, keepdims=False), tree)
-
-
 def _ordinal(table: Any, layer: Any) -> Any:
     return int(table[layer]) if isinstance(layer, int) else jnp.asarray(table)[layer]
 
 
-def block_params(stack: Any, layer: Any) -> Any:
+def block_params(stack: Any, layer: Any, numerics: Numerics) -> Any:
     """A layer's parameters without its routed experts, which stay one stack."""
     rest = {name: value for name, value in stack.items() if name != "ffn"}
     rest["ffn"] = {name: v for name, v in stack["ffn"].items() if name != "experts"}
-    return at_layer(rest, layer)
+    return nx.at_layer(rest, layer, numerics)
 
 
 def entry_count(call: Call, cache: Cache | None, ratio: int) -> int:
     """Most compressed entries that one slot can hold."""
     if cache is not None:
-        return cache.pages.shape[1] * cache.kv[call.cfg.ratios.index(ratio)].shape[2]
+        size = cache.kv[call.cfg.ratios.index(ratio)].shape[2]
+        return cache.pages.shape[1] * size * cache.ranks
     return max(call.length // ratio, 1)
 
 
 def _angle(call: Call, kind: LayerKind) -> Rotation:
     return call.yarn if kind.ratio else call.base
+
+
+def _keep(call: Call, layer: Any, s: Stream, **values: Callable[[], Any]) -> Stream:
+    """Offer values of this layer by name; those that were asked for stay in `s.seen`."""
+    if s.seen is None:
+        return s
+    count = call.cfg.num_hidden_layers
+    return dataclasses.replace(s, seen=capture.keep(s.seen, layer, count, call.origin, values))
 
 
 # -- entering a block ------------------------------------------------------------------------------
@@ -120,7 +139,7 @@ def _angle(call: Call, kind: LayerKind) -> Rotation:
 def enter(call: Call, kind: LayerKind, layer: Any, s: Stream) -> Stream:
     """Engram write, DSpark tap and compressed KV: the parts that see every row of the call."""
     if kind.engram is not None:
-        s = dataclasses.replace(s, x=_write_engram(call, kind.engram, s.x))
+        s = _write_engram(call, kind.engram, layer, s)
     if kind.tap:
         mean = hyper.stream_mean(s.x, call.numerics)
         place = _ordinal(ordinals(call.cfg).tap, layer)
@@ -131,11 +150,13 @@ def enter(call: Call, kind: LayerKind, layer: Any, s: Stream) -> Stream:
     return s
 
 
-def _write_engram(call: Call, ordinal: int, x: jax.Array) -> jax.Array:
+def _write_engram(call: Call, ordinal: int, layer: Any, s: Stream) -> Stream:
     with jax.named_scope("engram"):
         index_rows = engram_rows(call, ordinal)
         p = call.params["engram"][ordinal]
-        return engram.write(p, index_rows, x, call.rows.image, call.cfg, call.numerics)
+        x, gates = engram.write(p, index_rows, s.x, call.rows.image, call.cfg, call.numerics)
+    s = _keep(call, layer, s, engram_rows=lambda: index_rows, engram_gates=lambda: gates)
+    return dataclasses.replace(s, x=x)
 
 
 def engram_rows(call: Call, ordinal: int) -> jax.Array:
@@ -146,22 +167,23 @@ def engram_rows(call: Call, ordinal: int) -> jax.Array:
 
 def _publish(call: Call, kind: LayerKind, layer: Any, s: Stream) -> Stream:
     """Make this source's new entries from the block's attention input and store them."""
-    cfg, numerics, rows = call.cfg, call.numerics, call.rows
-    norm = at_layer(call.params["layers"]["attn_norm"], layer)
-    x = hyper.normed(norm, s.pre, s.x, cfg, numerics)
+    cfg, numerics, rows = call.cfg, call.numerics, call.whole
+    norm = nx.at_layer(call.params["layers"]["attn_norm"], layer, numerics)
+    x = call.gathered(hyper.normed(norm, s.pre, s.x, cfg, numerics))
     places = ordinals(cfg)
     source = _ordinal(places.source, layer)
-    p = {name: at_layer(call.params["compressor"][name], source) for name in ("wkv", "norm")}
+    at = functools.partial(nx.at_layer, numerics=numerics)
+    p = {name: at(call.params["compressor"][name], source) for name in ("wkv", "norm")}
     cache, pooled, old = s.cache, None, None
     if kind.ratio > 1:
         pooled = _ordinal(places.pooled, layer)
-        p["wgate"] = at_layer(call.params["compressor"]["wgate"], pooled)
+        p["wgate"] = at(call.params["compressor"]["wgate"], pooled)
         old = None if cache is None else cache.pending[pooled]
     lat, pair = compress.latents(p, x, kind.ratio, old, rows, call.spans, cfg, numerics)
     if pair is not None:
         cache = _store_pending(cache, pooled, pair, rows, call.spans)
     angle = compress.entry_angle(call.tables, rows, kind.ratio)
-    keys = {n: at_layer(call.params["indexer"][n], source) for n in ("wk", "k_norm")}
+    keys = {n: at(call.params["indexer"][n], source) for n in ("wk", "k_norm")}
     key = lax.stop_gradient(compress.index_key(keys, lat, angle, cfg, numerics))
     if cache is None:
         return dataclasses.replace(s, latest=(compress.main_vector(lat, angle, numerics), key))
@@ -185,13 +207,18 @@ def _store_pending(
 def _store_entries(
     call: Call, cache: Cache, ratio: int, stored: Any, kv: jax.Array, key: jax.Array
 ) -> Cache:
-    """Write the entries that the rows complete; other rows, and those without page, do not."""
-    rows, cfg = call.rows, call.cfg
+    """Write the entries that the rows complete; other rows, and those without page, do not, nor do
+    entries of other devices.
+    """
+    rows, cfg = call.whole, call.cfg
     which = cfg.ratios.index(ratio)
     _, count, size, _ = cache.kv[which].shape
-    entry = rows.positions // ratio
+    entry, own = rows.positions // ratio, None
+    if cache.ranks > 1:
+        entry, own = dealt.place_of(entry, cache.ranks)
     page = cache.pages.at[rows.slots, entry // size].get(mode="fill", fill_value=-1)
     complete = rows.real & ((rows.positions + 1) % ratio == 0)
+    complete = complete if own is None else complete & own
     page = jnp.where(complete & (page >= 0), page, count)
 
     def put(stacks: tuple[jax.Array, ...], value: jax.Array) -> tuple[jax.Array, ...]:
@@ -227,7 +254,8 @@ def _select(
     """Choose the entries that this and the following layers attend to."""
     cfg, numerics = call.cfg, call.numerics
     place = _ordinal(ordinals(cfg).indexer, layer)
-    p = {n: at_layer(call.params["indexer"][n], place) for n in ("wq_b", "weights_proj")}
+    names = ("wq_b", "weights_proj")
+    p = {n: nx.at_layer(call.params["indexer"][n], place, numerics) for n in names}
     query = index.index_query(p, x, low, _angle(call, kind), cfg, numerics)
     count = entry_count(call, s.cache, kind.ratio)
     field = index.Field(kind.ratio, caches.index_codec(cfg, numerics))
@@ -236,6 +264,13 @@ def _select(
     else:
         ids = jnp.arange(count, dtype=jnp.int32)
     query = lax.stop_gradient(query)
+    if s.cache is not None and s.cache.ranks > 1:
+        assert call.split is not None
+        picked, candidates = dealt.select(
+            query, keys, s.candidates, call.whole, call.spans, call.split, field, kind, cfg,
+            numerics,
+        )  # fmt: skip
+        return dataclasses.replace(s, selected=picked, candidates=candidates)
     if numerics.rows == "dense":
         score = index.scores_of_sequences(query, keys, ids, call.rows, field, call.length, numerics)
     else:
@@ -244,7 +279,9 @@ def _select(
     if kind.candidate_source:
         visible = index.visible_entries(call.rows.positions, kind.ratio)
         s = dataclasses.replace(s, candidates=index.candidate_blocks(score, visible, cfg, numerics))
-    return s
+        s = _keep(call, layer, s, candidates=lambda: s.candidates)
+    width = 0 if s.seen is None or s.seen.index_scores is None else s.seen.index_scores.shape[-1]
+    return _keep(call, layer, s, index_scores=lambda: capture.score_columns(score, ids, width))
 
 
 def attention_part(
@@ -263,16 +300,18 @@ def attention_part(
         if kind.index_source:
             with jax.named_scope("index"):
                 s = _select(call, kind, layer, s, x, q.low, keys)
-    o, cache = _sparse_attention(call, kind, layer, p, q.heads, k, entries, s)
+        s = _keep(call, layer, s, selected=lambda: s.selected)
+    s = _keep(call, layer, s, attention_mix=lambda: mixed)
+    o, s = _sparse_attention(call, kind, layer, p, q.heads, k, entries, s)
     y = attention.output(p["attn"], o, angle, cfg, numerics)
     streams = hyper.expand(y, mixed, s.x, numerics)
-    return dataclasses.replace(s, x=streams, pre=mixed.pre, cache=cache), x, y
+    return dataclasses.replace(s, x=streams, pre=mixed.pre), x, y
 
 
 def _sparse_attention(
     call: Call, kind: LayerKind, layer: Any, p: Any, q: jax.Array, k: jax.Array,
     entries: Entries | None, s: Stream,
-) -> tuple[jax.Array, Cache | None]:  # fmt: skip
+) -> tuple[jax.Array, Stream]:  # fmt: skip
     """Attend over the window as it was and this call's rows, then write the rows to the ring."""
     cfg, numerics, cache = call.cfg, call.numerics, s.cache
     window = caches.window_codec(cfg, numerics)
@@ -281,17 +320,25 @@ def _sparse_attention(
         cfg.head_dim**-0.5, call.length,
     )  # fmt: skip
     floor = call.decoder_floor if kind.decoder else call.floor
-    ring = None if cache is None else Ring(cache.window, layer)
+    ring, k = None if cache is None else Ring(cache.window, layer), call.gathered(k)
     sink = p["attn"]["attn_sink"].astype(jnp.float32)
-    o = attention.attend(
-        q, k, ring, entries, s.selected, floor, sink, call.rows, call.spans, reach, numerics
-    )
+    about: Any = (floor, sink, call.rows, call.spans, reach, numerics)
+    if cache is not None and cache.ranks > 1 and entries is not None:
+        assert call.split is not None
+        o = dealt.attend(q, k, ring, entries, s.selected, *about, split=call.split)
+    else:
+        o = attention.attend(q, k, ring, entries, s.selected, *about)
+    s = _keep(
+        call, layer, s,
+        windows=lambda: attention.window_bounds(call.rows.positions, floor, reach),
+        probabilities=lambda: attention.probabilities(q, k, ring, entries, s.selected, *about),
+    )  # fmt: skip
     if cache is None:
-        return o, None
+        return o, s
     # The ring is read before it is overwritten: without the barrier a compiler would copy it.
-    data, o = lax.optimization_barrier((cache.window, o))
-    data = attention.store_window(Ring(data, layer), k, call.rows, call.spans, window)
-    return o, dataclasses.replace(cache, window=data)
+    data, o, seen = lax.optimization_barrier((cache.window, o, s.seen))
+    data = attention.store_window(Ring(data, layer), k, call.whole, call.spans, window)
+    return o, dataclasses.replace(s, cache=dataclasses.replace(cache, window=data), seen=seen)
 
 
 # -- mixture of experts ----------------------------------------------------------------------------
@@ -300,21 +347,21 @@ def _sparse_attention(
 def moe_sublayer(
     p: Any, stacks: Any, layer: Any, x: jax.Array, pre: jax.Array, rows: Rows, active: int,
     cfg: ModelConfig, numerics: Numerics,
-) -> tuple[jax.Array, jax.Array, jax.Array, moe.Route]:  # fmt: skip
+) -> tuple[jax.Array, hyper.Mix, jax.Array, moe.Route]:  # fmt: skip
     """The MoE sub-layer of any block, backbone or draft, on streams x [T, C, D].
 
-    Returns (streams, collapse weights of the next sub-layer, the sub-layer's output [T, D], route).
+    Returns (streams, the sub-layer's mixes, its output [T, D], route).
     """
     mixed = hyper.mix(p["hc_ffn"], x, cfg, numerics)
     h = hyper.normed(p["ffn_norm"], pre, x, cfg, numerics)
     y, route = moe.moe(p["ffn"], stacks, layer, h, rows, active, cfg, numerics)
-    return hyper.expand(y, mixed, x, numerics), mixed.pre, y, route
+    return hyper.expand(y, mixed, x, numerics), mixed, y, route
 
 
 def moe_part(call: Call, layer: Any, p: Any, s: Stream) -> tuple[Stream, jax.Array, moe.Route]:
     """The MoE sub-layer; returns the stream, the sub-layer's output [T, D] and the routing."""
     stacks = call.params["layers"]["ffn"]["experts"]
-    x, pre, y, route = moe_sublayer(
+    x, mixed, y, route = moe_sublayer(
         p, stacks, layer, s.x, s.pre, call.rows, call.cfg.num_experts_per_tok, call.cfg,
         call.numerics,
     )  # fmt: skip
@@ -322,19 +369,30 @@ def moe_part(call: Call, layer: Any, p: Any, s: Stream) -> tuple[Stream, jax.Arr
         routed = s.routed.at[layer].set(route.experts)
     else:
         routed = s.routed.at[layer, call.origin].set(route.experts, mode="drop")
-    return dataclasses.replace(s, x=x, pre=pre, routed=routed), y, route
+    real, total = call.rows.real, call.cfg.n_routed_experts
+    s = _keep(
+        call, layer, s,
+        router_scores=lambda: route.scores,
+        router_weights=lambda: route.weights,
+        router_load=lambda: moe.counted(route.experts[None], real, total)[0],
+        expert_mix=lambda: mixed,
+        streams=lambda: x,
+        stream_norms=lambda: jnp.sqrt(nx.mean_square(x, call.numerics)),
+    )  # fmt: skip
+    return dataclasses.replace(s, x=x, pre=mixed.pre, routed=routed), y, route
 
 
 def block(call: Call, kind: LayerKind, layer: Any, s: Stream) -> tuple[Stream, Record]:
     """A whole block; a caller that ignores the record pays nothing for it."""
-    with jax.named_scope(kind.role):
+    number = f"layer_{layer}" if isinstance(layer, int) else "layers"
+    with jax.named_scope(number), jax.named_scope(kind.role):
         s = enter(call, kind, layer, s)
         return after_enter(call, kind, layer, s)
 
 
 def after_enter(call: Call, kind: LayerKind, layer: Any, s: Stream) -> tuple[Stream, Record]:
     """The two sub-layers of a block that has been entered."""
-    p = block_params(call.params["layers"], layer)
+    p = block_params(call.params["layers"], layer, call.numerics)
     entered = s.x
     with jax.named_scope("attention"):
         s, normed, attention_y = attention_part(call, kind, layer, p, s)

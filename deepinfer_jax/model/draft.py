@@ -20,11 +20,12 @@ from jax import lax
 from deepinfer_jax import cache as caches
 from deepinfer_jax import numerics as nx
 from deepinfer_jax import rows as row_sets
+from deepinfer_jax import summaries
 from deepinfer_jax.cache import Cache, Codec
 from deepinfer_jax.config import ModelConfig
-from deepinfer_jax.model import attention, head, hyper, rope, sequences
+from deepinfer_jax.model import attention, divided, head, hyper, rope, sequences
 from deepinfer_jax.model.attention import Ring
-from deepinfer_jax.model.block import at_layer, block_params, moe_sublayer
+from deepinfer_jax.model.block import block_params, moe_sublayer
 from deepinfer_jax.model.forward import Hidden
 from deepinfer_jax.numerics import Numerics
 from deepinfer_jax.rows import Rows
@@ -53,6 +54,8 @@ class Draft:
     streams: jax.Array
     routed: jax.Array
 
+    __repr__ = summaries.of_fields
+
 
 def context(params: Any, taps: jax.Array, cfg: ModelConfig, numerics: Numerics) -> jax.Array:
     """Context features [T, D] of backbone rows from their taps [n, T, D]."""
@@ -67,7 +70,7 @@ def context_kv(
 ) -> jax.Array:
     """What draft layer `layer` reads of rows with features m [T, D] (`context`): [T, Hd]."""
     stack = params["draft"]["layers"]["attn"]
-    p = at_layer({name: stack[name] for name in ("wkv", "kv_norm")}, layer)
+    p = nx.at_layer({name: stack[name] for name in ("wkv", "kv_norm")}, layer, numerics)
     return attention.window_kv(p, m, angle, cfg, numerics)
 
 
@@ -177,26 +180,30 @@ def _attention(scene: _Scene, p: Any, x: jax.Array, pre: jax.Array, layer: Any):
 
 def _block(scene: _Scene, x: jax.Array, pre: jax.Array, layer: Any):
     stack, cfg = scene.params["draft"]["layers"], scene.cfg
-    p = block_params(stack, layer)
+    p = block_params(stack, layer, scene.numerics)
     x, pre = _attention(scene, p, x, pre, layer)
     active = cfg.dspark_num_experts_per_tok
-    x, pre, _, route = moe_sublayer(
+    x, mixed, _, route = moe_sublayer(
         p, stack["ffn"]["experts"], layer, x, pre, scene.rows, active, cfg, scene.numerics
     )
-    return x, pre, route.experts
+    return x, mixed.pre, route.experts
 
 
 def run_blocks(
     params: Any, tables: Tables, ring: jax.Array, codec: Codec, slots: jax.Array,
     positions: jax.Array, anchors: jax.Array, size: int, cfg: ModelConfig, numerics: Numerics,
+    seeds: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
     """Run the draft blocks: (collapsed outputs [B * N, D], streams after each, experts of each).
 
     slots [B] (-1: padding), positions [B] of the anchors, anchors [B] token ids; the context before
     each anchor stands in `ring` [M, B, R, w], read by `codec`: the cache's, or in training that of
-    whole sequences as plain floats, so that it has gradients.
+    whole sequences as plain floats, so that it has gradients. seeds [B, 2]: of the slots' requests,
+    as in `Rows`.
     """
     rows = _block_rows(slots, positions, anchors, size, cfg)
+    if seeds is not None:
+        rows = dataclasses.replace(rows, seeds=jnp.repeat(seeds, size, axis=0))
     scene = _Scene(
         params=params,
         rows=rows,
@@ -208,8 +215,8 @@ def run_blocks(
         cfg=cfg,
         numerics=numerics,
     )
-    table = params["embed"]
-    h = nx.round_to(table[jnp.clip(rows.tokens, 0, table.shape[0] - 1)], numerics.dtype)
+    tokens = jnp.clip(rows.tokens, 0, cfg.vocab_size - 1)
+    h = nx.round_to(divided.rows(params["embed"], tokens), numerics.dtype)
     x = jnp.repeat(h[:, None], cfg.hc_mult, axis=1)
     pre = hyper.first_pre(rows.slots.shape[0], cfg.hc_mult)
 
@@ -226,8 +233,8 @@ def run_blocks(
 def markov_bias(params: Any, previous: jax.Array, numerics: Numerics) -> tuple[jax.Array, Any]:
     """(bias float32 [B, V], embedding [B, R]) of the preceding tokens [B]."""
     p = params["draft"]
-    embedding = nx.round_to(p["markov_embed"][previous], numerics.dtype)
-    return nx.linear_f32(embedding, p["markov_head"], numerics), embedding
+    embedding = nx.round_to(divided.rows(p["markov_embed"], previous), numerics.dtype)
+    return divided.products(embedding, p["markov_head"], numerics), embedding
 
 
 def base_logits(params: Any, u: jax.Array, cfg: ModelConfig, numerics: Numerics) -> jax.Array:
@@ -251,6 +258,7 @@ def chained(
 def draft(
     params: Any, tables: Tables, cache: Cache, slots: jax.Array, positions: jax.Array,
     anchors: jax.Array, pick: Pick, cfg: ModelConfig, numerics: Numerics, size: int | None = None,
+    seeds: jax.Array | None = None,
 ) -> Draft:  # fmt: skip
     """Propose `size` tokens (default: the block size) after each anchor.
 
@@ -259,6 +267,7 @@ def draft(
         own KV is not needed, the context of all positions before it is (`store_context`).
       pick: (logits [B, V], absolute position [B], the drafts before, each [B]) -> tokens [B], the
         target's own sampling rule.
+      seeds [B, 2]: of the slots' requests, as in `Rows`.
     """
     size = cfg.dspark_block_size if size is None else size
     if not 1 <= size <= cfg.dspark_block_size:
@@ -267,8 +276,9 @@ def draft(
         )
     codec = caches.window_codec(cfg, numerics)
     u, streams, routed = run_blocks(
-        params, tables, cache.draft, codec, slots, positions, anchors, size, cfg, numerics
-    )
+        params, tables, cache.draft, codec, slots, positions, anchors, size, cfg, numerics,
+        seeds,
+    )  # fmt: skip
     base = base_logits(params, u, cfg, numerics).reshape(-1, size, cfg.vocab_size)
     u = u.reshape(-1, size, cfg.hidden_size)
     previous, tokens, logits, confidence = anchors, [], [], []

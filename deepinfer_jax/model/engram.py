@@ -13,11 +13,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental.compute_on import compute_on
 
 from deepinfer_jax import numerics as nx
 from deepinfer_jax import quant
 from deepinfer_jax.cache import ring_targets
 from deepinfer_jax.config import ModelConfig
+from deepinfer_jax.model import divided
 from deepinfer_jax.numerics import Numerics
 from deepinfer_jax.rows import Rows, Spans, row_of
 from deepinfer_jax.tables import Tables
@@ -178,14 +180,54 @@ def store_history(history: jax.Array, compressed: jax.Array, rows: Rows, spans: 
 # -- reading and writing ---------------------------------------------------------------------------
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Fetched:
+    """Rows of a table that a call reads, in place of the table: [T, columns, W], `Quantized` or
+    not. Whoever makes the call has found them by its tokens (`fetching`).
+    """
+
+    rows: Any
+
+
 def read_table(table: Any, index: jax.Array, numerics: Numerics) -> jax.Array:
-    """Rows of the table [rows, W] at index [T, columns] -> [T, columns * W], in column order."""
-    if isinstance(table, quant.Quantized):
-        picked = quant.Quantized(table.codes[index], table.scale[index], table.format)
+    """Rows of the table [rows, W] at index [T, columns] -> [T, columns * W], in column order.
+
+    A table in memory of the host is read there, and only its rows travel. Raises ValueError for
+    rows that were fetched for another call.
+    """
+    if isinstance(table, Fetched):
+        picked = table.rows
+        shape = jax.tree.leaves(picked)[0].shape
+        if shape[:2] != index.shape:
+            raise ValueError(
+                f"the rows fetched from an Engram table are {shape[:2]} (rows, columns), the call "
+                f"reads {index.shape}: fetch them for the tokens of this call, on one device"
+            )
+    elif on_host(table):
+        picked = _host_rows(table, index)
+    else:
+        picked = divided.rows(table, index)
+    if isinstance(picked, quant.Quantized):
         value = quant.dequantize(picked, numerics.dtype)
     else:
-        value = table[index].astype(numerics.dtype)
+        value = picked.astype(numerics.dtype)
     return value.reshape(index.shape[0], -1)
+
+
+def on_host(table: Any) -> bool:
+    """Whether the table is in memory of the host (`checkpoint.load_params(engram="pinned")`)."""
+    return all(
+        isinstance(leaf, jax.Array) and jax.typeof(leaf).memory_space == jax.memory.Space.Host
+        for leaf in jax.tree.leaves(table)
+    )
+
+
+def _host_rows(table: Any, index: jax.Array) -> Any:
+    with compute_on("device_host"):
+        there = jax.device_put(index, jax.memory.Space.Host)
+        found = jax.tree.map(lambda leaf: leaf[there], table)
+    return jax.device_put(found, jax.memory.Space.Device)
 
 
 def gate(
@@ -209,12 +251,15 @@ def gate(
 def write(
     p: Any, index: jax.Array, streams: jax.Array, dead: jax.Array, cfg: ModelConfig,
     numerics: Numerics,
-) -> jax.Array:  # fmt: skip
-    """Streams [T, C, D] plus the memory of table rows `index` [T, columns]; dead rows as is."""
+) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+    """Streams [T, C, D] plus the memory of table rows `index` [T, columns]; dead rows as is.
+
+    Also the gates [T, C], float32.
+    """
     e = read_table(p["embed"], index, numerics)
     kv = nx.linear(e, p["wkv"], numerics, cfg.quantized)
     c, d = cfg.hc_mult, cfg.hidden_size
     keys, value = kv[:, : c * d].reshape(-1, c, d), kv[:, c * d :].astype(jnp.float32)
     g = jnp.where(dead[:, None], 0, gate(p, keys, streams, cfg, numerics))
     added = nx.pin(g[..., None] * value[:, None, :])
-    return nx.round_to(streams.astype(jnp.float32) + added, numerics.dtype)
+    return nx.round_to(streams.astype(jnp.float32) + added, numerics.dtype), g

@@ -16,11 +16,16 @@ import numpy as np
 from jax import lax
 
 from deepinfer_jax import numerics as nx
+from deepinfer_jax import summaries
+from deepinfer_jax.axes import CONTEXT
 from deepinfer_jax.cache import Cache
 from deepinfer_jax.config import ModelConfig
+from deepinfer_jax.mirror import Split
 from deepinfer_jax.model import block as blocks
-from deepinfer_jax.model import engram, hyper, index, rope, sequences
+from deepinfer_jax.model import capture as capturing
+from deepinfer_jax.model import divided, engram, hyper, index, rope, sequences
 from deepinfer_jax.model.block import Call, Stream
+from deepinfer_jax.model.capture import Capture, Captured
 from deepinfer_jax.model.program import Unit, program
 from deepinfer_jax.numerics import Numerics
 from deepinfer_jax.rows import Rows, spans_of, take_rows
@@ -73,28 +78,36 @@ class Hidden:
 
     output [T, D]: normed input of the head. taps [n, T, D]: DSpark features. routed [L, rows, k]:
     experts of every row of the call, best first (-1 where a row did not run). rows: the rows of
-    `output` and `taps`; fewer than the call's after a compact replay.
+    `output` and `taps`; fewer than the call's after a compact replay. captured: what was asked for.
     """
 
     output: jax.Array
     taps: jax.Array
     routed: jax.Array
     rows: Rows
+    captured: Captured | None = None
+
+    __repr__ = summaries.of_fields
 
 
 def make_call(
     params: Any, tables: Tables, rows: Rows, cache: Cache | None, cfg: ModelConfig,
     numerics: Numerics, length: int | None = None, decoder_from: jax.Array | None = None,
+    split: Split | None = None,
 ) -> tuple[Call, Cache | None]:  # fmt: skip
     """Everything the blocks share; the cache comes back with the call's tokens in its history.
 
-    decoder_from [T]: first window position of decoder layers (replay), or None for all.
+    decoder_from [T]: first window position of decoder layers (replay), or None for all. split: how
+    the rows are shared by devices; None: evenly where devices share the cache, else not at all.
 
     Raises ValueError where a slot can hold positions beyond the rotation tables, or the rows do not
     fit `rows="dense"`.
     """
     _check_positions(tables, rows, cache, cfg, length)
     _check_dense(rows, cache, cfg, numerics, length)
+    if split is None and cache is not None and cache.ranks > 1:
+        split = Split(CONTEXT, cache.ranks, (rows.slots.shape[0],))
+    _check_split(rows, split, cache, numerics)
     slots = rows.slots.shape[0] if cache is None else cache.slots
     spans = spans_of(rows, slots)
     compressed = engram.compress_tokens(tables, rows)
@@ -103,6 +116,10 @@ def make_call(
     if cache is not None:
         stored = engram.store_history(cache.history, compressed, rows, spans)
         cache = dataclasses.replace(cache, history=stored)
+    whole = rows
+    if split is not None:
+        own = split.own()
+        rows, tokens = take_rows(rows, own), tokens[jnp.maximum(own, 0)]
     everywhere = jnp.zeros_like(rows.positions)
     decoder = everywhere if decoder_from is None else decoder_from
     call = Call(
@@ -115,8 +132,10 @@ def make_call(
         lookback=tokens,
         floor=blocks.padding_floor(rows, everywhere),
         decoder_floor=blocks.padding_floor(rows, decoder),
-        length=length if length is not None else rows.slots.shape[0],
+        length=length if length is not None else whole.slots.shape[0],
         origin=None,
+        whole=whole,
+        split=split,
         cfg=cfg,
         numerics=numerics,
     )
@@ -142,8 +161,9 @@ def _check_positions(
             )
         return
     for ratio, kv in zip(cfg.ratios, cache.kv, strict=True):
-        pages, count = cache.pages.shape[1], cache.pages.shape[1] * kv.shape[2]
-        spare = kv.shape[2] if pages > 1 else 1  # capacities are rounded up to whole pages
+        pages, size = cache.pages.shape[1], kv.shape[2] * cache.ranks
+        count = pages * size
+        spare = size if pages > 1 else cache.ranks  # capacities are rounded up to whole pages
         if count >= -(-known // ratio) + spare:
             raise ValueError(
                 f"the cache's capacity must be at most {known}, the positions of the tables, got "
@@ -162,16 +182,35 @@ def _check_dense(
     sequences.check_rows(count, length or count, cfg.sliding_window, cfg.ratios)
 
 
+def _check_split(rows: Rows, split: Split | None, cache: Cache | None, numerics: Numerics) -> None:
+    if split is None:
+        return
+    if cache is not None and cache.ranks > 1 and (split.axis, split.ranks) != (
+        CONTEXT, cache.ranks,
+    ):  # fmt: skip
+        raise ValueError(
+            f"the cache is shared by {cache.ranks} devices along {CONTEXT!r}, split shares rows "
+            f"among {split.ranks} along {split.axis!r}: give both the same, or leave split out"
+        )
+    if numerics.rows == "dense":
+        raise ValueError('rows="dense" sees whole sequences: it cannot share their rows')
+    if sum(split.lengths) != rows.slots.shape[0]:
+        raise ValueError(
+            f"split is of {sum(split.lengths)} rows, the call has {rows.slots.shape[0]}"
+        )
+
+
 def first_stream(call: Call, cache: Cache | None) -> Stream:
     """The stream that enters block 0: embeddings in four equal copies."""
     cfg, rows = call.cfg, call.rows
     t = rows.slots.shape[0]
     dtype = jnp.dtype(call.numerics.dtype)
-    table = call.params["embed"]
-    x = nx.round_to(table[jnp.clip(rows.tokens, 0, table.shape[0] - 1)], dtype)
+    tokens = jnp.clip(rows.tokens, 0, cfg.vocab_size - 1)
+    x = nx.round_to(divided.rows(call.params["embed"], tokens), dtype)
     if rows.embeddings is not None:
         x = jnp.where(rows.image[:, None], nx.round_to(rows.embeddings, dtype), x)
-    local = (jnp.zeros((t, cfg.head_dim), dtype), jnp.zeros((t, cfg.index_head_dim), dtype))
+    every = call.whole.slots.shape[0]
+    local = (jnp.zeros((every, cfg.head_dim), dtype), jnp.zeros((every, cfg.index_head_dim), dtype))
     return Stream(
         x=jnp.repeat(x[:, None], cfg.hc_mult, axis=1),
         pre=hyper.first_pre(t, cfg.hc_mult),
@@ -229,6 +268,7 @@ def _compact(call: Call, s: Stream, kept: int) -> tuple[Call, Stream]:
     shorter = dataclasses.replace(
         call,
         rows=rows,
+        whole=rows,
         spans=spans_of(rows, call.spans.slots),
         base=jax.tree.map(lambda a: a[safe], call.base),
         yarn=jax.tree.map(lambda a: a[safe], call.yarn),
@@ -251,7 +291,8 @@ def _compact(call: Call, s: Stream, kept: int) -> tuple[Call, Stream]:
 def forward(
     params: Any, tables: Tables, rows: Rows, cache: Cache | None, cfg: ModelConfig,
     numerics: Numerics, *, length: int | None = None, replay: Replay = OFF,
-    prompt_lengths: jax.Array | None = None, remat: bool = False,
+    prompt_lengths: jax.Array | None = None, remat: bool = False, capture: Capture | None = None,
+    split: Split | None = None,
 ) -> tuple[Hidden, Cache | None]:  # fmt: skip
     """Run the backbone on `rows`.
 
@@ -264,23 +305,26 @@ def forward(
       length: without a cache, the most rows of one slot (static; default T).
       replay, prompt_lengths [B]: decoder truncation of prompts, see `Replay`; with a cache only.
       remat: recompute blocks in the backward pass instead of keeping their activations.
+      capture: what of the blocks' inside to give back as `Hidden.captured` (static). It changes no
+        bit of anything else, and has no slope.
+      split: inside `jax.shard_map`, how devices with the same rows and cache share the work on the
+        rows (context parallelism): each row is computed whole by one of them, keys and values are
+        gathered, all return the same. None: every device does all of it, unless the devices share
+        the cache (`Cache.ranks`), who share the rows evenly then. Without `capture`.
 
     Returns:
       (Hidden, cache). `cache.lengths` is left alone: which rows count is the caller's decision.
 
     Raises ValueError, before anything is compiled, for sizes beyond the tables (see `make_call`)
-    and for a replay that the config or the cache cannot keep.
+    for a replay that the config or the cache cannot keep, and for layers that have not what
+    `capture` wants of them.
     """
-    decoder_from = None
-    if replay.mode != "off":
-        if cache is None or prompt_lengths is None:
-            raise ValueError(
-                f"replay mode {replay.mode!r} needs a cache and prompt_lengths [slots]"
-            )
-        check_replay(replay, cfg, cache.window.shape[2] - cfg.sliding_window)
-        decoder_from = prompt_lengths[jnp.maximum(rows.slots, 0)] - replay.keep
-    call, cache = make_call(params, tables, rows, cache, cfg, numerics, length, decoder_from)
+    _check_together(replay, capture, split is not None or (cache is not None and cache.ranks > 1))
+    decoder_from = _decoder_from(replay, prompt_lengths, rows, cache, cfg)
+    call, cache = make_call(params, tables, rows, cache, cfg, numerics, length, decoder_from, split)
     s = first_stream(call, cache)
+    if capture is not None:
+        s = dataclasses.replace(s, seen=_nothing_yet(capture, call, s))
     step = functools.partial(_run_unit, remat=remat)
     for unit in program(cfg):
         if unit.runs[0][0].boundary and replay.mode == "compact":
@@ -289,7 +333,44 @@ def forward(
             s = step(call, rest, s)
         else:
             s = step(call, unit, s)
-    return Hidden(finished(params, s, cfg, numerics), s.taps, s.routed, call.rows), s.cache
+    return _hidden(call, s), s.cache
+
+
+def _hidden(call: Call, s: Stream) -> Hidden:
+    """What leaves the last block, of all rows of the call."""
+    output, taps, routed = finished(call.params, s, call.cfg, call.numerics), s.taps, s.routed
+    if call.split is not None:
+        output = call.split.gathered(output)
+        taps, routed = call.split.gathered(taps, axis=1), call.split.gathered(routed, axis=1)
+    return Hidden(output, taps, routed, call.whole, s.seen)
+
+
+def _check_together(replay: Replay, capture: Capture | None, shared: bool) -> None:
+    if shared and capture is not None:
+        raise ValueError(
+            "capture sees the rows of one device, and a split shares them: use one of the two"
+        )
+    if shared and replay.mode != "off":
+        raise ValueError("replay drops rows that the devices of a split share: use one of the two")
+
+
+def _decoder_from(
+    replay: Replay, prompt_lengths: jax.Array | None, rows: Rows, cache: Cache | None,
+    cfg: ModelConfig,
+) -> jax.Array | None:  # fmt: skip
+    """Positions [T] from which a row's decoder runs, None without a replay."""
+    if replay.mode == "off":
+        return None
+    if cache is None or prompt_lengths is None:
+        raise ValueError(f"replay mode {replay.mode!r} needs a cache and prompt_lengths [slots]")
+    check_replay(replay, cfg, cache.window.shape[2] - cfg.sliding_window)
+    return prompt_lengths[jnp.maximum(rows.slots, 0)] - replay.keep
+
+
+def _nothing_yet(capture: Capture, call: Call, s: Stream) -> Captured:
+    entries = {ratio: blocks.entry_count(call, s.cache, ratio) for ratio in call.cfg.ratios}
+    count, width = s.candidates.shape
+    return capturing.empty(capture, call.cfg, count, entries, width, s.x.dtype)
 
 
 def finished(params: Any, s: Stream, cfg: ModelConfig, numerics: Numerics) -> jax.Array:

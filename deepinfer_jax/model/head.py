@@ -6,10 +6,10 @@ from typing import Any
 
 import jax
 
-from deepinfer_jax import numerics as nx
+from deepinfer_jax.model import divided
 from deepinfer_jax.numerics import Numerics
 
 
 def logits(params: Any, output: jax.Array, numerics: Numerics) -> jax.Array:
     """float32 [T, V] of normed hidden rows [T, D]: never rounded to a narrower type."""
-    return nx.linear_f32(output, params["head"], numerics)
+    return divided.products(output, params["head"], numerics)

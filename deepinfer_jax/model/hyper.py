@@ -15,6 +15,7 @@ import numpy as np
 from jax import lax
 
 from deepinfer_jax import numerics as nx
+from deepinfer_jax import summaries
 from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.numerics import Numerics
 
@@ -28,12 +29,15 @@ class Mix:
     post: jax.Array
     comb: jax.Array
 
+    __repr__ = summaries.of_fields
+
 
 def first_pre(count: int, streams: int) -> jax.Array:
     """Collapse weights of the first sub-layer: stream 0 alone. float32 [T, C]."""
     return jnp.zeros((count, streams), jnp.float32).at[:, 0].set(1)
 
 
+@nx.by_name("cfg")
 def raw_mixes(p: Any, streams: jax.Array, cfg: ModelConfig, numerics: Numerics) -> jax.Array:
     """Projection of all streams [T, C, D] with one common normaliser -> float32 [T, C(2+C)]."""
     z = streams.reshape(streams.shape[0], -1)
@@ -41,6 +45,7 @@ def raw_mixes(p: Any, streams: jax.Array, cfg: ModelConfig, numerics: Numerics) 
     return nx.dot(z, p["fn"], numerics) * scale[:, None]
 
 
+@jax.named_scope("mhc")
 def mix(p: Any, streams: jax.Array, cfg: ModelConfig, numerics: Numerics) -> Mix:
     """The three mixes of one sub-layer from its incoming streams [T, C, D]."""
     return split(raw_mixes(p, streams, cfg, numerics), p, cfg, numerics)
@@ -48,44 +53,21 @@ def mix(p: Any, streams: jax.Array, cfg: ModelConfig, numerics: Numerics) -> Mix
 
 def split(mixes: jax.Array, p: Any, cfg: ModelConfig, numerics: Numerics) -> Mix:
     """Raw mixes [T, C(2+C)] -> pre, post and the doubly normalised comb."""
-    c = cfg.hc_mult
-    parts = (mixes[:, :c], mixes[:, c : 2 * c], mixes[:, 2 * c :])
-    bases = (p["base"][:c], p["base"][c : 2 * c], p["base"][2 * c :])
-    pre, post, comb = (
-        nx.pin(m * p["scale"][i]) + b[None, :]
-        for i, (m, b) in enumerate(zip(parts, bases, strict=True))
+    made = nx.mixes(
+        mixes, p["scale"], p["base"], cfg.hc_mult, cfg.hc_sinkhorn_iters, cfg.hc_eps, numerics
     )
-    return Mix(
-        pre=jax.nn.sigmoid(pre) + np.float32(cfg.hc_eps),
-        post=2 * jax.nn.sigmoid(post),
-        comb=_sinkhorn(comb.reshape(-1, c, c), cfg, numerics),
-    )
+    return Mix(*made)
 
 
-def _sinkhorn(m: jax.Array, cfg: ModelConfig, numerics: Numerics) -> jax.Array:
-    """Rows [source, dest]: softmax over dest, then alternate normalisations, ending over source."""
-    eps = np.float32(cfg.hc_eps)
-
-    def total(m: jax.Array, axis: int) -> jax.Array:
-        return jnp.expand_dims(nx.axis_sum(m, axis, numerics), axis)
-
-    m = jnp.exp(m - nx.finite_max(m, 2))
-    m = nx.quotient(m, total(m, 2)) + eps
-    m = nx.quotient(m, total(m, 1) + eps)
-
-    def step(_, m):
-        m = nx.quotient(m, total(m, 2) + eps)
-        return nx.quotient(m, total(m, 1) + eps)
-
-    return lax.fori_loop(0, cfg.hc_sinkhorn_iters - 1, step, m)
-
-
+@jax.named_scope("mhc")
 def collapse(pre: jax.Array, streams: jax.Array, numerics: Numerics) -> jax.Array:
     """Weighted sum of the streams: pre [T, C], streams [T, C, D] -> [T, D], rounded once."""
     terms = nx.pin(pre[:, :, None] * streams.astype(jnp.float32))
     return nx.round_to(nx.axis_sum(terms, 1, numerics), numerics.dtype)
 
 
+@jax.named_scope("mhc")
+@nx.by_name("cfg")
 def normed(
     weight: jax.Array, pre: jax.Array, streams: jax.Array, cfg: ModelConfig, numerics: Numerics
 ) -> jax.Array:
@@ -94,6 +76,8 @@ def normed(
     return nx.rms_norm(u, weight, cfg.rms_norm_eps, numerics)
 
 
+@jax.named_scope("mhc")
+@nx.by_name()
 def expand(y: jax.Array, mixed: Mix, streams: jax.Array, numerics: Numerics) -> jax.Array:
     """Write a sub-layer output y [T, D] back: post * y + comb applied to the incoming streams."""
     own = nx.pin(mixed.post[:, :, None] * y.astype(jnp.float32)[:, None, :])
@@ -101,6 +85,7 @@ def expand(y: jax.Array, mixed: Mix, streams: jax.Array, numerics: Numerics) -> 
     return nx.round_to(own + nx.axis_sum(carried, 1, numerics), numerics.dtype)
 
 
+@jax.named_scope("mhc")
 def stream_mean(streams: jax.Array, numerics: Numerics) -> jax.Array:
     """Mean over the streams [T, C, D] -> [T, D]: what DSpark taps (docs/model.md 4.2)."""
     total = nx.axis_sum(streams.astype(jnp.float32), 1, numerics)

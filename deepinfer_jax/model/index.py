@@ -74,16 +74,21 @@ def _score_row(row: Any, shared: Any, field: Field, numerics: Numerics) -> jax.A
 
 def scores(
     query: IndexQuery, entries: Entries, ids: jax.Array, rows: Rows, spans: Spans, field: Field,
-    numerics: Numerics,
+    numerics: Numerics, visible: jax.Array | None = None,
 ) -> jax.Array:  # fmt: skip
     """Index scores float32 [T, n] of entries `ids` ([n] for all rows, or [T, n]).
 
-    In blocks of a fixed width. With a cache only up to the last one that holds anything visible, so
-    that a long capacity costs a short sequence nothing; without one they are differentiable.
+    visible [T]: entries that each row may see, from the first; default by its position.
+
+    In blocks of keys (`numerics.index_width`). With a cache only up to the last one that holds
+    anything visible, so that a long capacity costs a short sequence little; without one they are
+    differentiable.
     """
-    t, n, width = rows.slots.shape[0], ids.shape[-1], numerics.index_block
+    t, n = rows.slots.shape[0], ids.shape[-1]
+    width = nx.index_width(t, numerics)
     ids = jnp.broadcast_to(ids, (t, n))
-    visible = visible_entries(rows.positions, field.ratio)
+    if visible is None:
+        visible = visible_entries(rows.positions, field.ratio)
     slots = jnp.maximum(rows.slots, 0)
     if numerics.rows == "ffi" and entries.pages is not None:
         stored = (entries.data, entries.source, entries.pages)
@@ -164,11 +169,19 @@ def candidate_blocks(
     blocks = -(-n // size)
     padded = jnp.pad(score, ((0, 0), (0, blocks * size - n)), constant_values=-jnp.inf)
     best = jnp.max(padded.reshape(t, blocks, size), axis=2)
+    return best_blocks(best, visible, n, cfg, numerics)
+
+
+def best_blocks(
+    best: jax.Array, visible: jax.Array, count: int, cfg: ModelConfig, numerics: Numerics
+) -> jax.Array:
+    """`candidate_blocks` from the best member of each block [T, blocks] of `count` entries."""
+    size, blocks = cfg.candidate_block_size, best.shape[1]
     newest = (visible - 1) // size
     number = jnp.arange(blocks, dtype=jnp.int32)
     forced = (number[None, :] == newest[:, None]) & (visible > 0)[:, None]
     best = jnp.where(forced, jnp.inf, best)
-    value, ids = nx.best(best, candidate_width(cfg, n), numerics)
+    value, ids = nx.best(best, candidate_width(cfg, count), numerics)
     return _ascending(ids, value > -jnp.inf)
 
 

@@ -12,6 +12,7 @@ import numpy as np
 from jax import lax
 
 from deepinfer_jax import numerics as nx
+from deepinfer_jax import summaries
 from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.model import exchange
 from deepinfer_jax.numerics import Numerics
@@ -21,10 +22,16 @@ from deepinfer_jax.rows import Rows
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Route:
-    """experts [T, k] int32, best biased score first; weights [T, k] float32 in the same order."""
+    """experts [T, k] int32, best biased score first; weights [T, k] float32 in the same order.
+
+    scores [T, E] float32: what both were made from, before any bias.
+    """
 
     experts: jax.Array
     weights: jax.Array
+    scores: jax.Array
+
+    __repr__ = summaries.of_fields
 
 
 def router_scores(gate: Any, x: jax.Array, cfg: ModelConfig, numerics: Numerics) -> jax.Array:
@@ -40,7 +47,7 @@ def choose_experts(scores: jax.Array, bias: jax.Array, k: int, cfg: ModelConfig)
     if cfg.norm_topk_prob and k > 1:
         total = nx.ordered_sum([picked[:, i] for i in range(k)])
         picked = picked / (total[:, None] + np.float32(1e-20))
-    return Route(experts, picked * np.float32(cfg.routed_scaling_factor))
+    return Route(experts, picked * np.float32(cfg.routed_scaling_factor), scores)
 
 
 def route(
@@ -69,20 +76,28 @@ def shared_expert(p: Any, x: jax.Array, cfg: ModelConfig, numerics: Numerics) ->
     return nx.linear(t, p["w2"], numerics, quantized)
 
 
+@nx.by_name("cfg", "total")
 def routed_experts(
-    stacks: Any, layer: Any, x: jax.Array, routed: Route, total: int, cfg: ModelConfig,
-    numerics: Numerics,
+    stacks: Any, layer: Any, x: jax.Array, routed: Route, total: int, rows: Rows,
+    cfg: ModelConfig, numerics: Numerics,
 ) -> jax.Array:  # fmt: skip
     """Outputs of the chosen experts summed in ascending expert id: float32 [T, D].
 
     stacks: w1, w2, w3 as [layers, E, ...]; the weight multiplies before the down projection. Where
-    E is not `total`, the other experts are on other devices (`exchange`).
+    E is not `total`, the other experts are on other devices (`exchange`). With a `placement` among
+    the stacks they are of physical slots, and each row goes to one replica of its experts.
     """
+    placement = stacks.get("placement")
+    stacks = {name: stacks[name] for name in ("w1", "w2", "w3")}
     if numerics.rows == "dense":
+        if placement is not None:
+            raise ValueError('rows="dense" has no physical slots: use parameters without placement')
         return _all_experts(stacks, layer, x, routed, cfg, numerics)
     order = jnp.argsort(routed.experts, axis=1)
     experts = jnp.take_along_axis(routed.experts, order, axis=1)
     weights = jnp.take_along_axis(routed.weights, order, axis=1)
+    if placement is not None:  # the order stays that of logical ids
+        experts, total = exchange.slots_of(placement, layer, experts, rows), placement.slots
     outputs = functools.partial(_outputs, stacks, layer, cfg=cfg, numerics=numerics)
     local = jax.tree.leaves(stacks["w1"])[0].shape[1]
     if local == total:
@@ -144,10 +159,18 @@ def moe(
     Padding rows are routed like any other but handed to no expert.
     """
     routed = route(p["gate"], x, rows.image, k, cfg, numerics)
-    nowhere = jnp.iinfo(jnp.int32).max
-    experts = jnp.where(rows.real[:, None], routed.experts, nowhere)
+    experts = jnp.where(rows.real[:, None], routed.experts, exchange.NOWHERE)
     used = dataclasses.replace(routed, experts=experts)
     total = p["gate"]["bias"].shape[0]
-    y = routed_experts(stacks, layer, x, used, total, cfg, numerics)
+    y = routed_experts(stacks, layer, x, used, total, rows, cfg, numerics)
     y = y + shared_expert(p["shared_experts"], x, cfg, numerics).astype(jnp.float32)
     return nx.round_to(y, numerics.dtype), routed
+
+
+def counted(routed: jax.Array, real: jax.Array, experts: int) -> jax.Array:
+    """Tokens of each expert [L, E] int32 among the `real` [T] rows, from `routed` [L, T, k]."""
+    layers, count, k = routed.shape
+    chosen = jnp.where(real[None, :, None] & (routed >= 0), routed, experts)
+    layer = jnp.arange(layers, dtype=jnp.int32)[:, None]
+    zeros = jnp.zeros((layers, experts), jnp.int32)
+    return zeros.at[layer, chosen.reshape(layers, count * k)].add(1, mode="drop")

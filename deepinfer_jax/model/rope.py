@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from deepinfer_jax import numerics
+from deepinfer_jax.numerics import Numerics
 from deepinfer_jax.tables import Rotation
 
 
@@ -16,6 +17,12 @@ def at(table: Rotation, positions: jax.Array) -> Rotation:
     """
     clipped = jnp.clip(positions, 0, table.cos.shape[0] - 1)
     return Rotation(table.cos[clipped], table.sin[clipped])
+
+
+@numerics.by_name("inverse")
+def rotated(x: jax.Array, angle: Rotation, inverse: bool, numerics: Numerics) -> jax.Array:
+    """`rotate`, by its name in the plain form."""
+    return rotate(x, angle, inverse)
 
 
 def rotate(x: jax.Array, angle: Rotation, inverse: bool = False) -> jax.Array:

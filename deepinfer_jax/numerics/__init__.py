@@ -13,8 +13,9 @@ order, padding, neighbours, or of the program around it. On CPU that needs four 
 `rows="ffi"` keeps the promise on a CPU with C++ kernels instead (`kernels_bridge`), in an order of
 their own: about twice as fast, where a compiler can build them.
 
-On an NVIDIA GPU (`rows="pallas"`) every sum is a kernel of `numerics.pallas`, in an order of its
-own. `rows="batched"` trades the promise for plain XLA operations; `rows="dense"` goes further and
+On an NVIDIA GPU (`rows="pallas"`) long sums are kernels of `numerics.pallas`, in an order of their
+own; those of one short axis (`axis_sum`) are written out in index order, and those of integers have
+none. `rows="batched"` trades the promise for plain XLA operations; `rows="dense"` goes further and
 works on whole sequences at once, with masks instead of gathers (training on accelerators).
 """
 
@@ -35,11 +36,29 @@ from deepinfer_jax.numerics.experts import (
     map_groups,
     spread,
 )
+from deepinfer_jax.numerics.forms import rows_for
 from deepinfer_jax.numerics.full import attend_all
 from deepinfer_jax.numerics.mapping import map_rows
-from deepinfer_jax.numerics.products import dot, einsum, group_dot, linear, linear_f32, prepared
-from deepinfer_jax.numerics.scores import attend, attend_cache, index_cache, index_scores
-from deepinfer_jax.numerics.settings import Form, Numerics, rows_for
+from deepinfer_jax.numerics.mixing import mixes
+from deepinfer_jax.numerics.naming import by_name
+from deepinfer_jax.numerics.products import (
+    at_layer,
+    dot,
+    einsum,
+    group_dot,
+    linear,
+    linear_f32,
+    prepared,
+)
+from deepinfer_jax.numerics.scores import (
+    attend,
+    attend_cache,
+    attention_probabilities,
+    index_cache,
+    index_scores,
+    index_width,
+)
+from deepinfer_jax.numerics.settings import Form, Numerics
 from deepinfer_jax.numerics.sums import (
     axis_sum,
     integer_sums,
@@ -57,11 +76,14 @@ __all__ = [
     "Form",
     "Groups",
     "Numerics",
+    "at_layer",
     "attend",
     "attend_all",
     "attend_cache",
+    "attention_probabilities",
     "axis_sum",
     "best",
+    "by_name",
     "collect",
     "dot",
     "einsum",
@@ -72,6 +94,7 @@ __all__ = [
     "grouped_linear",
     "index_cache",
     "index_scores",
+    "index_width",
     "integer_sums",
     "linear",
     "linear_f32",
@@ -80,6 +103,7 @@ __all__ = [
     "map_groups",
     "map_rows",
     "mean_square",
+    "mixes",
     "ordered_sum",
     "pin",
     "plain_sum",

@@ -23,7 +23,7 @@ from kernels_bridge import ffi
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["slot", "source", "real", "expert", "used"],
+    data_fields=["slot", "source", "real", "expert", "live", "used"],
     meta_fields=["tile"],
 )
 @dataclasses.dataclass(frozen=True)
@@ -34,6 +34,7 @@ class Groups:
     source  [tiles * tile] row that stands at a place; M where there is none
     real    [M] whether the row has an expert
     expert  [tiles] whose tile it is
+    live    [tiles] rows in a tile, its first ones
     used    tiles that hold rows; they come first
     tile    rows per tile
     """
@@ -42,6 +43,7 @@ class Groups:
     source: jax.Array
     real: jax.Array
     expert: jax.Array
+    live: jax.Array
     used: jax.Array
     tile: int
 
@@ -63,13 +65,16 @@ def group_rows(ids: jax.Array, weight: Any, numerics: Numerics) -> Groups:
     rank = jnp.arange(m, dtype=jnp.int32) - first[ids[order]]
     rank = jnp.zeros((m,), jnp.int32).at[order].set(rank)
     slot = (ends - each)[ids] * tile + rank
-    owner = jnp.searchsorted(ends, jnp.arange(number, dtype=jnp.int32), side="right")
+    tiles_of_all = jnp.arange(number, dtype=jnp.int32)
+    owner = jnp.searchsorted(ends, tiles_of_all, side="right", method="compare_all")
     real = ids < experts
     place = jnp.where(real, slot, number * tile)
     source = jnp.full((number * tile,), m, jnp.int32)
     source = source.at[place].set(jnp.arange(m, dtype=jnp.int32), mode="drop")
     expert = jnp.minimum(owner, experts - 1).astype(jnp.int32)
-    return Groups(slot, source, real, expert, ends[-1], tile)
+    before = tiles_of_all - (ends - each)[expert]
+    live = jnp.clip(count[expert] - before * tile, 0, tile)
+    return Groups(slot, source, real, expert, live, ends[-1], tile)
 
 
 def spread(groups: Groups, x: jax.Array, copies: int = 1) -> jax.Array:
@@ -185,14 +190,12 @@ _tile_by_tile.defvjp(_tile_by_tile_forward, _tile_by_tile_backward)
 def _grouped(x, weight, layer, groups, numerics):
     if numerics.rows == "pallas":
         return kernels.product(
-            x, weight, layer, groups.expert, groups.used, groups.tile, numerics.dtype,
-            numerics.interpret,
+            x, weight, layer, groups.expert, groups.live, groups.used, groups.tile,
+            numerics.dtype, numerics.interpret,
         )  # fmt: skip
     if numerics.rows == "ffi":
         stack = weight.codes if _is_stored(weight) else weight
-        filled = groups.source.reshape(-1, groups.tile) < groups.slot.shape[0]
-        live = jnp.sum(filled, axis=1, dtype=jnp.int32)  # they come first
-        return ffi.grouped(x, stack, layer, groups.expert, live)
+        return ffi.grouped(x, stack, layer, groups.expert, groups.live)
     return _batched(x, weight, layer, groups, numerics)
 
 

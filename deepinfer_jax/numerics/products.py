@@ -14,6 +14,7 @@ from deepinfer_jax import quant
 from deepinfer_jax.numerics import tiles
 from deepinfer_jax.numerics.elements import float_weight, round_to
 from deepinfer_jax.numerics.pallas import products as kernels
+from deepinfer_jax.numerics.pallas import stored
 from deepinfer_jax.numerics.settings import Numerics
 from kernels_bridge import ffi
 
@@ -75,9 +76,9 @@ def _dot_backward(numerics, dtype, saved, g):
     if numerics.rows == "dense":
         return *_einsum_backward("tk,nk->tn", (x, w), g), gb
     g = g.astype(jnp.float32)
-    wide = float_weight(w, jnp.float32)
+    wide = float_weight(stored.alone(w), jnp.float32)
     gx = lax.dot_general(g, wide, (((1,), (0,)), ((), ()))).astype(x.dtype)
-    if isinstance(w, quant.Quantized):
+    if _is_stored(w):
         return gx, None, gb
     gw = lax.dot_general(g, x.astype(jnp.float32), (((0,), (0,)), ((), ())))
     return gx, gw.astype(w.dtype), gb
@@ -121,8 +122,9 @@ def _group_dot_forward(x, w, numerics):
 
 def _group_dot_backward(numerics, saved, g):
     x, w = saved
-    if isinstance(w, quant.Quantized):
-        _, pull = jax.vjp(lambda x: _contract_groups(x, float_weight(w, x.dtype)), x)
+    if _is_stored(w):
+        wide = float_weight(stored.alone(w), x.dtype)
+        _, pull = jax.vjp(lambda x: _contract_groups(x, wide), x)
         return *pull(g), None
     if numerics.rows == "dense":
         wide = w.reshape(x.shape[1], -1, w.shape[-1])
@@ -210,6 +212,20 @@ def prepared(x: jax.Array, numerics: Numerics, quantized: bool) -> jax.Array:
 
 def operand(weight: Any, numerics: Numerics) -> Any:
     """A weight leaf as a product takes it: decoded, unless a kernel decodes it tile by tile."""
-    if numerics.rows == "pallas" and isinstance(weight, quant.Quantized):
+    if numerics.rows == "pallas" and _is_stored(weight):
         return weight
     return float_weight(weight, jnp.dtype(numerics.dtype))
+
+
+def _is_stored(weight: Any) -> bool:
+    return isinstance(weight, quant.Quantized | stored.Layered)
+
+
+def at_layer(tree: Any, layer: Any, numerics: Numerics) -> Any:
+    """One layer of a stacked tree of weights, for products; `layer` may be traced.
+
+    Stored weights stay in their stack where kernels read them from there.
+    """
+    if numerics.rows == "pallas":
+        return stored.at_layer(tree, layer)
+    return jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, layer, 0, keepdims=False), tree)

@@ -17,6 +17,8 @@ from deepinfer_jax.numerics.settings import Numerics
 from deepinfer_jax.numerics.sums import axis_sum, row_sum
 from kernels_bridge import ffi
 
+_KEYS_AT_ONCE, _MOST_KEYS = 1 << 19, 1 << 16
+
 
 def attend(
     q: jax.Array, keys: jax.Array, mask: jax.Array, sink: jax.Array, scale: float,
@@ -33,17 +35,36 @@ def attend(
     return _attend(q, keys, mask, sink, scale, numerics)
 
 
-def _attend(q, keys, mask, sink, scale, numerics):
+def _weights(q, keys, mask, scale):
+    """exp(score - top) of every slot, zero in masked ones, [H, S], and `top` [H, 1]."""
     s = pin(contract(q, keys) * np.float32(scale))
     s = jnp.where(mask, s, -jnp.inf)
     top = finite_max(s, -1)
-    p = jnp.where(mask, jnp.exp(jnp.where(mask, s, 0) - top), 0)
+    return jnp.where(mask, jnp.exp(jnp.where(mask, s, 0) - top), 0), top
+
+
+def _attend(q, keys, mask, sink, scale, numerics):
+    p, top = _weights(q, keys, mask, scale)
     z = row_sum(p, numerics) + jnp.exp(sink - top[:, 0])
     value = lax.dot_general(
         round_to(p, keys.dtype), keys, (((1,), (0,)), ((), ())),
         precision=precision(keys), preferred_element_type=jnp.float32,
     )  # fmt: skip
     return value / z[:, None]
+
+
+def attention_probabilities(
+    q: jax.Array, keys: jax.Array, mask: jax.Array, sink: jax.Array, scale: float,
+    numerics: Numerics,
+) -> jax.Array:  # fmt: skip
+    """What `attend` gives every slot, and the sink last: float32 [H, S + 1], rows add up to 1.
+
+    For looking on: in plain operations, whatever kernel attends.
+    """
+    p, top = _weights(q, keys, mask, scale)
+    own = jnp.exp(sink - top[:, 0])
+    z = row_sum(p, numerics) + own
+    return jnp.concatenate([p / z[:, None], (own / z)[:, None]], axis=1)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
@@ -96,6 +117,17 @@ def index_cache(
 
 def _rounding(numerics: Numerics) -> str:
     return "none" if numerics.dtype == "float32" else numerics.index_rounding
+
+
+def index_width(count: int, numerics: Numerics) -> int:
+    """Index keys scored at once for each of `count` rows; it decides no bit.
+
+    Between blocks a GPU waits for the host, which asks whether there is more to do: there blocks
+    are as long as their decoded keys take 128 MB, at most 65,536.
+    """
+    if numerics.rows != "pallas":
+        return numerics.index_block
+    return max(numerics.index_block, min(_MOST_KEYS, _KEYS_AT_ONCE // count))
 
 
 def index_scores(

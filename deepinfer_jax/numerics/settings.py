@@ -12,22 +12,9 @@ Form = Literal["tiled", "ffi", "pallas", "batched", "dense"]
 # Part of every fingerprint. Raise it when a constant in code that fixes bits changes: the lanes of
 # `sums.row_sum`, the limbs of `sums.unit_sum`, the parts of K of `pallas.schedule`, the blocks of
 # keys of `full` and `pallas.full`, the order of sums in `kernels_bridge/csrc`, where roundings and
-# pins stand. What a user may choose is a field of `Numerics` instead.
-FORM = 1
-
-
-def rows_for(backend: str) -> Form:
-    """The invariant form of a back end, named as `jax.default_backend()` names it.
-
-    Raises ValueError where there is none.
-    """
-    forms: dict[str, Form] = {"cpu": "tiled", "gpu": "pallas", "cuda": "pallas"}
-    if backend not in forms:
-        raise ValueError(
-            f"no form of numerics is invariant on back end {backend!r}, only on cpu and gpu: pass "
-            'Numerics with rows="batched", which promises nothing about bits'
-        )
-    return forms[backend]
+# pins stand, quotients and exponentials of `pallas.mixing`. What a user may choose is a field of
+# `Numerics` instead.
+FORM = 2
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -47,7 +34,7 @@ class Numerics:
     tall_tiles            heights to choose from (`tiles.of_product`) for weights of `tall_from`
                           elements and more with sums of `long_sum` terms and more, in whole
                           blocks of `sum_block`
-    index_block           index keys scored at once
+    index_block           index keys scored at once (on a GPU at least: `scores.index_width`)
     interpret             run "pallas" in an interpreter: slow, for tests without a GPU
     """
 

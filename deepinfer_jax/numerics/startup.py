@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import re
 
+from deepinfer_jax.numerics import forms
 from deepinfer_jax.numerics.settings import Numerics
+from kernels_bridge.machine import Machine
 
 # Flags that let a compiler reorder or contract what `numerics` has put in order. Others were tried
 # and change no promise: thread counts, library choices, autotuning and excess precision (roundings
@@ -19,14 +21,14 @@ _REFUSED_FLAGS = {
 class Surroundings:
     """What bits depend on besides `Numerics`, read once by the caller.
 
-    backend           `jax.default_backend()`
+    machine           what forms of the numerics are chosen by (`forms`)
     xla_flags         the value of XLA_FLAGS
     matmul_precision  `jax.config.jax_default_matmul_precision`
     x64               `jax.config.jax_enable_x64`
     disable_jit       `jax.config.jax_disable_jit`
     """
 
-    backend: str
+    machine: Machine
     xla_flags: str = ""
     matmul_precision: str | None = None
     x64: bool = False
@@ -35,19 +37,11 @@ class Surroundings:
 
 def refusals(numerics: Numerics, around: Surroundings) -> list[str]:
     """Reasons why `numerics` cannot keep its promise here; empty where it can."""
-    reasons = []
-    if numerics.rows in ("tiled", "ffi") and around.backend != "cpu":
-        reasons.append(
-            f'rows="{numerics.rows}" is invariant on a CPU only, and the back end is '
-            f"{around.backend!r}: "
-            'use rows="pallas" on a GPU, or rows="batched", which promises nothing'
-        )
-    if numerics.rows == "pallas" and not numerics.interpret and around.backend == "cpu":
-        reasons.append(
-            'rows="pallas" are kernels for an NVIDIA GPU, and the back end is "cpu": use '
-            'rows="tiled", or interpret=True in tests'
-        )
-    if numerics.rows not in ("tiled", "ffi", "pallas"):
+    reasons, said = [], forms.reasons(numerics, around.machine)
+    if said:
+        mend = forms.mend(around.machine)
+        reasons.append(f'rows="{numerics.rows}" cannot run here, {"; ".join(said)}: {mend}')
+    if numerics.rows not in forms.PROMISING:
         return reasons
     flags = around.xla_flags.strip()
     if flags and not flags.startswith(("-", "'", '"')):

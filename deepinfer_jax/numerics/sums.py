@@ -10,6 +10,7 @@ import numpy as np
 from jax import lax
 
 from deepinfer_jax.numerics.elements import FLOAT_MAX, finite_max, pin, quotient, round_to
+from deepinfer_jax.numerics.naming import by_name
 from deepinfer_jax.numerics.pallas import rows as kernels
 from deepinfer_jax.numerics.settings import Numerics
 
@@ -101,6 +102,7 @@ def mean_square(x: jax.Array, numerics: Numerics) -> jax.Array:
     return quotient(total, np.float32(x.shape[-1]))
 
 
+@by_name("eps")
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float, numerics: Numerics) -> jax.Array:
     """[..., K] normalised in float32 and rounded once to `numerics.dtype` (docs/model.md 1)."""
     scale = lax.rsqrt(mean_square(x, numerics) + np.float32(eps))

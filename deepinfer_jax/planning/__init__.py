@@ -15,7 +15,6 @@ from deepinfer_jax.planning.calibration import (
     expected_calibration_error,
     fit_temperatures,
     load_temperatures,
-    plot_reliability,
     reliability,
     save_temperatures,
 )
@@ -79,7 +78,6 @@ __all__ = [
     "monotone",
     "plan",
     "plan_greedy",
-    "plot_reliability",
     "probabilities",
     "read_table",
     "reliability",

@@ -11,7 +11,6 @@ import dataclasses
 import json
 import math
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -134,28 +133,6 @@ def load_temperatures(path: str | Path, drafts: int) -> tuple[float, ...]:
             f"got {list(values)}"
         )
     return values
-
-
-def plot_reliability(bins: Reliability, axes: Any = None) -> Any:
-    """Draw frequency against prediction, points as large as their share; returns the axes.
-
-    axes: matplotlib axes to draw on; new ones if None. Raises ImportError without matplotlib.
-    """
-    if axes is None:
-        try:
-            from matplotlib import pyplot  # pyright: ignore[reportMissingImports]
-        except ImportError as error:
-            raise ImportError(
-                "plot_reliability draws with matplotlib, which is not installed; "
-                'install it with pip install "deepinfer-jax[notebooks]"'
-            ) from error
-        axes = pyplot.subplots()[1]
-    seen = bins.count > 0
-    area = 400 * bins.count[seen] / np.sum(bins.count)
-    axes.plot([0, 1], [0, 1], color="0.7", linewidth=1)
-    axes.scatter(bins.probability[seen], bins.frequency[seen], s=area)
-    axes.set(xlabel="predicted", ylabel="accepted", xlim=(0, 1), ylim=(0, 1))
-    return axes
 
 
 def _sigmoid(z: np.ndarray) -> np.ndarray:

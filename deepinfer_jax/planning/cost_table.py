@@ -9,11 +9,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import os
 from pathlib import Path
 from typing import Any
 
 from deepinfer_jax.planning.cost import check_curve
+from deepinfer_jax.whole_files import replacing
 
 FORMAT = 1
 REMEDY = "run `deepinfer-jax profile` to measure it"
@@ -110,17 +110,9 @@ def merged(table: CostTable, other: CostTable) -> CostTable:
 
 def save_table(path: str | Path, table: CostTable) -> None:
     """Write `table` as JSON; a file at `path` is replaced whole or not at all."""
-    path = Path(path)
     text = json.dumps({"format": FORMAT, **dataclasses.asdict(table)}, indent=1, allow_nan=False)
-    partial = path.with_name(path.name + ".partial")
-    try:
-        with partial.open("w", encoding="utf-8") as file:
-            file.write(text + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+    with replacing(path, text=True) as file:
+        file.write(text + "\n")
 
 
 def load_table(path: str | Path, *, model: str, hardware: str, numerics: str) -> CostTable:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from deepinfer_jax import sampling as samplers
+from deepinfer_jax import summaries
 from deepinfer_jax.prompts import request_seed
 from deepinfer_jax.sampling import Sampling
 
@@ -35,6 +36,8 @@ class Groups:
     lengths: np.ndarray
     sampling: Sampling
     members: int
+
+    __repr__ = summaries.of_fields
 
 
 def make_groups(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -24,8 +25,9 @@ class Agreement:
 
     loss: float32. tokens: int32, sampled tokens. raw, processed: largest |trainer - sampler| of the
     two log-probs, exactly 0 where sampler and trainer run the same weights and `Numerics` on one
-    chip. kl: mean of ratio - 1 - log ratio over the sampled tokens, exactly 0 then. clipped: share
-    of them whose ratio was cut. reference_kl: the same mean against a reference policy, 0 without.
+    chip. kl: mean of ratio - 1 - log ratio over the sampled tokens, exactly 0 then; infinite, like
+    `processed`, where truncation under newer weights removes a token. clipped: share of them whose
+    ratio was cut. reference_kl: the same mean against a reference policy, 0 without.
     """
 
     loss: jax.Array
@@ -56,7 +58,10 @@ def policy_gradient(
 
     Returns (a tree like `params`, to descend along; Agreement). Jit with `cfg`, `numerics`,
     `remat`, `micro`, `clip` and `beta` static.
+
+    Raises ValueError for advantages, reference, clip or beta that do not fit; else as `score`.
     """
+    _check(rollout, advantages, reference, clip, beta)
     counted = rollout.sampled
     count = jnp.count_nonzero(counted).astype(jnp.int32)
 
@@ -69,9 +74,8 @@ def policy_gradient(
         gap = jnp.where(counted, seen.processed - rollout.processed, 0)
         ratio = jnp.exp(gap)
         cut = ratio if clip is None else jnp.clip(ratio, 1 - clip, 1 + clip)
-        apart = (
-            jnp.zeros(()) if reference is None else mean(_divergence(reference - seen.processed))
-        )
+        away = jnp.zeros_like(gap) if reference is None else reference - seen.processed
+        apart = mean(_divergence(away))
         gain = mean(jnp.minimum(ratio * advantages[:, None], cut * advantages[:, None]))
         value = beta * apart - gain
         return value, Agreement(
@@ -85,6 +89,29 @@ def policy_gradient(
         )
 
     return jax.grad(loss, has_aux=True)(params)
+
+
+def _check(
+    rollout: Rollout, advantages: jax.Array, reference: jax.Array | None, clip: float | None,
+    beta: float,
+) -> None:  # fmt: skip
+    """A single advantage would be broadcast to all replies, a reference of one reply as well."""
+    b, s = rollout.tokens.shape
+    if advantages.shape != (b,):
+        raise ValueError(
+            f"advantages must have shape [{b}], one for each reply, got {list(advantages.shape)}"
+        )
+    if reference is not None and reference.shape != (b, s - 1):
+        raise ValueError(
+            f"reference must have shape [{b}, {s - 1}], the processed log-probs that `score` gives "
+            f"of this rollout, got {list(reference.shape)}"
+        )
+    if clip is not None and not 0 < clip < math.inf:
+        raise ValueError(f"clip must be above 0 and finite, or None to cut nothing, got {clip}")
+    if not 0 <= beta < math.inf:
+        raise ValueError(f"beta must be at least 0 and finite, got {beta}")
+    if beta and reference is None:
+        raise ValueError(f"beta={beta} weighs the divergence from a reference: pass reference")
 
 
 def _divergence(gap: jax.Array) -> jax.Array:

@@ -11,10 +11,11 @@ import numpy as np
 from jax import lax
 
 from deepinfer_jax import cache as caches
-from deepinfer_jax import rounds, steps
+from deepinfer_jax import rounds, steps, summaries
 from deepinfer_jax import rows as row_sets
 from deepinfer_jax.cache import Cache
 from deepinfer_jax.config import ModelConfig
+from deepinfer_jax.mirror import Split
 from deepinfer_jax.numerics import Numerics
 from deepinfer_jax.planning.schedules import Lengths
 from deepinfer_jax.requests import FinishReason
@@ -46,6 +47,8 @@ class Rollout:
     rounds: jax.Array
     routed: jax.Array | None = None
 
+    __repr__ = summaries.of_fields
+
     @property
     def sampled(self) -> jax.Array:
         """[B, S-1] bool: token i+1 was sampled (and is not of the prompt or padding)."""
@@ -61,7 +64,7 @@ def rollout(
     params: Any, tables: Tables, prompts: jax.Array, lengths: jax.Array, sampling: Sampling,
     stops: jax.Array, cfg: ModelConfig, numerics: Numerics, *, new: int, size: int = 0,
     scheduled: jax.Array | None = None, together: tuple[str, ...] = (),
-    limits: jax.Array | None = None, routed: bool = False,
+    limits: jax.Array | None = None, routed: bool = False, split: Split | None = None,
 ) -> Rollout:  # fmt: skip
     """Sample one reply to each prompt.
 
@@ -74,6 +77,7 @@ def rollout(
       size: drafts made in a round, 0 to decode one by one. Changes the speed only.
       scheduled: [R, B] int32, how many drafts to verify in round r (row r mod R); default: all.
       together: mesh axes whose devices go on until all are done (inside `jax.shard_map`).
+      split: how devices share the prompts' rows, as in `forward`; they share the cache, too.
       limits: [B] int32, most tokens of each reply, cut to 1..new; default `new`.
       routed: also give the experts of every token. They are computed after sampling, in one pass
         over the finished sequences, which routes as the sampler did in every bit.
@@ -82,18 +86,18 @@ def rollout(
     a trainer's floats; new ones of the same shapes are another argument of the same program.
     Nothing is kept between calls, so no prefix of old weights can be used again.
 
-    Raises ValueError where `new`, `size`, `scheduled`, `stops`, `limits` or `sampling` do not fit
-    the prompts or the model, or prompt and reply reach beyond the tables.
+    Raises ValueError where `lengths`, `new`, `size`, `scheduled`, `stops`, `limits` or `sampling`
+    do not fit the prompts or the model, or prompt and reply reach beyond the tables.
     """
     b, p = prompts.shape
     _check(p + new, b, tables, cfg, new, size, scheduled)
-    _check_ends(b, stops, limits)
+    _check_ends(b, lengths, stops, limits)
     lengths = jnp.clip(lengths, 1, p)
     if scheduled is None:
         scheduled = jnp.full((1, b), size, jnp.int32)
-    cache = caches.init_cache(cfg, numerics, b, p + new)
+    cache = _empty_cache(b, p + new, split, cfg, numerics)
     rows = row_sets.batch_rows(prompts, lengths)
-    first, cache = steps.prefill(params, tables, rows, cache, sampling, cfg, numerics)
+    first, cache = steps.prefill(params, tables, rows, cache, sampling, cfg, numerics, split=split)
     ends = jnp.broadcast_to(jnp.atleast_2d(stops), (b, stops.shape[-1])).astype(jnp.int32)
     most = jnp.full((b,), new) if limits is None else jnp.clip(jnp.asarray(limits), 1, new)
     left = most.astype(jnp.int32) - 1
@@ -106,6 +110,14 @@ def rollout(
     )
     out = _ended(out, ends)
     return _with_experts(out, params, tables, cfg, numerics) if routed else out
+
+
+def _empty_cache(
+    b: int, capacity: int, split: Split | None, cfg: ModelConfig, numerics: Numerics
+) -> Cache:
+    """Of b replies; of global KV what this device has that shares it."""
+    ranks = 1 if split is None else split.ranks
+    return caches.share_of(caches.init_cache(cfg, numerics, b, capacity, ranks=ranks))
 
 
 def _decoded(
@@ -171,7 +183,13 @@ def _check(
         )
 
 
-def _check_ends(b: int, stops: jax.Array, limits: jax.Array | None) -> None:
+def _check_ends(
+    b: int, lengths: jax.Array, stops: jax.Array, limits: jax.Array | None
+) -> None:  # fmt: skip
+    if lengths.shape != (b,):
+        raise ValueError(
+            f"lengths must have shape [{b}], a number for each prompt, got {list(lengths.shape)}"
+        )
     if stops.ndim != 1 and (stops.ndim != 2 or stops.shape[0] != b):
         raise ValueError(
             f"stops must have shape [K], or [{b}, K] with a row for each prompt, got "

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from deepinfer_jax import steps
+from deepinfer_jax import steps, summaries
 from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.numerics import Numerics
 from deepinfer_jax.rl.rollout import Rollout
@@ -28,6 +28,8 @@ class Logprobs:
     raw: jax.Array
     processed: jax.Array
     kept_mass: jax.Array
+
+    __repr__ = summaries.of_fields
 
 
 def score(

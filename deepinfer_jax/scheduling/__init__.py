@@ -22,6 +22,7 @@ pieces fit, from the bottom:
   parts from the prompt that is computed) and which are worth waiting for. n samples of a prompt
   (`Scheduler.fork`) need nothing else: the first computes it, the others wait and share.
 - `scheduler` puts it together: `submit`, `step`, `advance` by what a slot emitted, `finish`.
+- `fleet` is the same over several devices, with a scheduler for each.
 
     scheduler = Scheduler(Limits(slots=8, pages=512, page_tokens=64, rows=256, longest=4096))
     scheduler.submit(Job("a", tokens=(5, 3, 8), max_tokens=20))
@@ -32,6 +33,7 @@ pieces fit, from the bottom:
                 scheduler.finish(slot)
 """
 
+from deepinfer_jax.scheduling.fleet import Fleet
 from deepinfer_jax.scheduling.jobs import MOST_URGENT, Job, Limits, Span
 from deepinfer_jax.scheduling.orders import FirstCome, Order, Priority, ShortestFirst
 from deepinfer_jax.scheduling.scheduler import Scheduler, Usage
@@ -41,6 +43,7 @@ __all__ = [
     "MOST_URGENT",
     "Chunk",
     "FirstCome",
+    "Fleet",
     "Grant",
     "Job",
     "Limits",

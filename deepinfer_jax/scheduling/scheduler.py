@@ -91,11 +91,14 @@ class Scheduler:
             )
         seat.ticket.emitted += tokens
 
-    def finish(self, slot: int) -> None:
-        """The job in `slot` has ended: slot and pages are free. ValueError for an empty slot."""
+    def finish(self, slot: int) -> Hashable:
+        """The job in `slot`, whose id this returns, has ended: slot and pages are free. ValueError
+        for an empty slot.
+        """
         seat = self._seats.at(slot)
         self._seats.leave(seat)
         del self._jobs[seat.ticket.job.id]
+        return seat.ticket.job.id
 
     def cancel(self, job: Hashable) -> int | None:
         """Forget the job of that id, wherever it is. ValueError for an unknown one.

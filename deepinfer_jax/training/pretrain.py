@@ -18,7 +18,7 @@ from jax import lax
 
 from deepinfer_jax import rows as row_sets
 from deepinfer_jax.config import ModelConfig
-from deepinfer_jax.model import attention, compress, forward, head, index, sequences
+from deepinfer_jax.model import attention, compress, forward, head, index, moe, sequences
 from deepinfer_jax.model.block import Call, block_params
 from deepinfer_jax.model.program import ordinals
 from deepinfer_jax.numerics import Numerics
@@ -78,7 +78,9 @@ def batch_loss(
         loss=total,
         answer=jnp.sum(nll * answers) / (jnp.sum(answers) + 1e-6),
         indexer=indexer,
-        load=jnp.stack([_load(record.route.experts, rows.real, cfg) for _, record in seen]),
+        load=moe.counted(
+            jnp.stack([record.route.experts for _, record in seen]), rows.real, cfg.n_routed_experts
+        ).astype(jnp.float32),
     )
     return total + indexer, report
 
@@ -87,12 +89,6 @@ def token_nll(logits: jax.Array, tokens: jax.Array) -> jax.Array:
     """Negative log-likelihood of tokens [...] under logits [..., V], float32 nats."""
     picked = jnp.take_along_axis(logits, tokens[..., None], axis=-1)[..., 0]
     return jax.nn.logsumexp(logits, axis=-1) - picked
-
-
-def _load(experts: jax.Array, real: jax.Array, cfg: ModelConfig) -> jax.Array:
-    number = jnp.arange(cfg.n_routed_experts, dtype=jnp.int32)
-    chosen = (experts[:, :, None] == number[None, None]) & real[:, None, None]
-    return jnp.count_nonzero(chosen, axis=(0, 1)).astype(jnp.float32)
 
 
 def balanced_bias(bias: jax.Array, load: jax.Array, rate: jax.Array) -> jax.Array:
@@ -152,7 +148,7 @@ def _attention_target(
 ) -> tuple[attention.Query, jax.Array]:
     """The layer's query and where its heads would look among all visible entries: [T, N]."""
     cfg, numerics = call.cfg, call.numerics
-    p = block_params(call.params["layers"], layer)["attn"]
+    p = block_params(call.params["layers"], layer, numerics)["attn"]
     query = attention.query(p, x, call.yarn, cfg, numerics)
     new = attention.window_kv(p, x, call.yarn, cfg, numerics)
     window = cfg.sliding_window

@@ -17,7 +17,7 @@ from jax.experimental.pallas import triton
 
 from deepinfer_jax import quant
 from deepinfer_jax.numerics.elements import round_to
-from deepinfer_jax.numerics.pallas import schedule, stored, walk
+from deepinfer_jax.numerics.pallas import decoding, schedule, stored, walk
 from deepinfer_jax.numerics.pallas.schedule import Schedule
 
 _FEW_TILES = 132  # with fewer tiles than this, the parts of K run side by side
@@ -35,10 +35,13 @@ def _place(number: Any, row_tiles: int, column_tiles: int) -> tuple[Any, Any]:
     return first + number % band % height, number % band // height
 
 
-def _kernel(x_ref, *refs, kind, pieces, parts, how, row_tiles, column_tiles, biased):
+def _kernel(
+    x_ref, *refs, kind, pieces, parts, how, row_tiles, column_tiles, biased, layered, assembly
+):
     """One tile of one group's (or one part's) product; x [M, G, K], weight [G * N, K]."""
     *weights, out_ref = refs
     bias_ref = weights.pop() if biased else None
+    lead = (weights.pop()[()],) if layered else ()
     m, _, k = x_ref.shape
     n = out_ref.shape[-1]
     i, j = _place(pl.program_id(0), row_tiles, column_tiles)
@@ -59,11 +62,11 @@ def _kernel(x_ref, *refs, kind, pieces, parts, how, row_tiles, column_tiles, bia
             return triton.load(at)
         return triton.load(at, mask=mask, other=jnp.zeros((), x_ref.dtype))
 
-    def w(column):
-        limits = None
-        if not (whole_k and n % how.columns == 0):
-            limits = ((group + 1) * n, k)
-        return stored.tile(weights, kind, (), base, how.columns, column, how.depth, limits, dtype)
+    limits = None if whole_k and n % how.columns == 0 else ((group + 1) * n, k)
+    place = stored.Place(
+        weights, kind, lead, base, how.columns, how.depth, limits, dtype, how.turned, assembly
+    )  # fmt: skip
+    w = place.early, place.tile
 
     apart = len(out_ref.shape) == 4  # every part in its own program and its own slice
     if apart:
@@ -110,14 +113,16 @@ def product(
 ) -> jax.Array:  # fmt: skip
     """x [M, G, K] times weight [G * N, K], group by group -> [M, G, N], rounded once to `dtype`.
 
-    x is bfloat16 or float32; the weight is a `quant.Quantized`, an array of x's dtype, or float32;
+    x is bfloat16 or float32; the weight is a `quant.Quantized`, a `stored.Layered`, an array of x's
+    dtype, or float32;
     `bias` is float32 [G * N], added before the rounding.
     `how` replaces the schedule, `apart` says whether every part of K has a program of its own;
     neither changes a bit.
     """
     m, groups, _ = x.shape
     if stored.packed(weight) and m >= _DECODED_ROWS and x.dtype == jnp.bfloat16:
-        weight = quant.dequantize(weight, x.dtype)
+        weight = quant.dequantize(stored.alone(weight), x.dtype)
+    weight = stored.reachable(weight)
     how = choose(x, weight) if how is None else how
     parts, n = order(weight), stored.shape(weight)[0] // groups
     row_tiles, column_tiles = pl.cdiv(m, how.rows), pl.cdiv(n, how.columns)
@@ -128,8 +133,11 @@ def product(
         _kernel, kind=stored.storage(weight), pieces=3 if _is_exact(x, weight) else 1, parts=parts,
         how=how, row_tiles=row_tiles, column_tiles=column_tiles,
         biased=bias is not None and not apart,
+        layered=isinstance(weight, stored.Layered), assembly=decoding.assembly(interpret),
     )  # fmt: skip
     arrays = stored.arrays(weight)
+    if isinstance(weight, stored.Layered):
+        arrays.append(weight.layer)
     if bias is not None and not apart:
         arrays.append(bias)
     y = pl.pallas_call(

@@ -7,9 +7,11 @@ and in which steps it walks. It varies with the number of rows, since it changes
 cores add every output in the order of K whatever the tile around it (tests/test_gpu.py).
 
 That holds as long as K lies in its own order in the registers. Triton permutes K inside a tile that
-it can trace back to a load of bytes, unless the tile goes to the tensor cores through shared
-memory, as the second operand of products of 64 rows or more does. So decoded weights are always the
-second operand of at least 64 rows.
+it can trace back to a load of bytes, unless the tile is an operand of the instruction of a whole
+group of four warps: the second one of products of 64 rows or more, which passes through shared
+memory, or the first one of products of 64 columns or more, which stays in registers (`turned`). So
+decoded weights are always one of the two. The second way is the faster one where few rows share a
+weight: no row is filled up to 64, and nothing is written down that was just decoded.
 """
 
 from __future__ import annotations
@@ -75,7 +77,9 @@ def plain(m: int, k: int, n: int) -> Schedule:
 def decoded(m: int, k: int, n: int) -> Schedule:
     """For bfloat16 rows and weights in FP8 or FP4."""
     count = parts(k, n)
-    if m <= 64:
+    if m <= 16 and 4096 <= n <= 8192:
+        how = Schedule(16, 64, 256, 4, 3, True) if k >= 4096 else Schedule(16, 64, 128, 4, 4, True)
+    elif m <= 64:
         how = Schedule(64, 64, 128, 4, 4) if n <= 8192 else Schedule(64, 128, 64, 4, 4)
         if n < 4096:
             how = Schedule(64, 16 if n < 2048 else 32, 256, 4, 3)
@@ -106,16 +110,19 @@ def float32() -> Schedule:
 
 def tile_rows(m: int, experts: int, packed: bool) -> int:
     """Rows of one expert per tile, for m rows spread over `experts`; packed: FP8 or FP4 weights."""
-    if packed or m < 48 * experts:
-        return 64 if packed or m >= 24 * experts else 16
-    return 128
+    if m < 24 * experts:
+        return 16
+    return 64 if packed or m < 48 * experts else 128
 
 
-def grouped(rows: int, k: int) -> Schedule:
-    """For tiles of `rows` rows of one expert."""
-    hows = {
-        16: Schedule(16, 64, 128, 4, 4),
-        64: Schedule(64, 64, 64, 4, 4),
-        128: Schedule(128, 128, 64, 4, 3),
-    }
+def grouped(rows: int, k: int, packed: bool) -> Schedule:
+    """For tiles of `rows` rows of one expert; packed: FP8 or FP4 weights."""
+    if packed:
+        hows = {16: Schedule(16, 64, 128, 4, 4, True), 64: Schedule(64, 64, 128, 4, 3, True)}
+    else:
+        hows = {
+            16: Schedule(16, 64, 128, 4, 4),
+            64: Schedule(64, 64, 64, 4, 4),
+            128: Schedule(128, 128, 64, 4, 3),
+        }
     return _fitting(hows[rows], k)

@@ -1,23 +1,60 @@
-"""One tile of a weight inside a kernel, decoded exactly from the storage it has in memory."""
+"""Tiles of a weight inside a kernel, decoded exactly from the storage it has in memory."""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
 from deepinfer_jax import quant
+from deepinfer_jax.numerics.pallas import decoding
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["stack", "layer"], meta_fields=[])
+@dataclasses.dataclass(frozen=True)
+class Layered:
+    """One layer of a stack of stored weights, left where it is.
+
+    A kernel's operand is a whole array: of a weight cut out of its stack the compiler makes a copy,
+    which takes twice as long as reading it. stack [layers, N, K], layer int32.
+    """
+
+    stack: quant.Quantized
+    layer: jax.Array
+
+
+def at_layer(tree: Any, layer: Any) -> Any:
+    """One layer of a stacked tree; stored weights as `Layered`, others cut out."""
+
+    def one(leaf: Any) -> Any:
+        if isinstance(leaf, quant.Quantized):
+            return Layered(leaf, jnp.asarray(layer, jnp.int32))
+        return lax.dynamic_index_in_dim(leaf, layer, 0, keepdims=False)
+
+    return jax.tree.map(one, tree, is_leaf=lambda leaf: isinstance(leaf, quant.Quantized))
+
+
+def alone(weight: Any) -> Any:
+    """The weight itself, cut out of its stack."""
+    if not isinstance(weight, Layered):
+        return weight
+    return jax.tree.map(
+        lambda a: lax.dynamic_index_in_dim(a, weight.layer, 0, keepdims=False), weight.stack
+    )
 
 
 def arrays(weight: Any) -> list[jax.Array]:
-    """The arrays of a weight leaf, in the order in which `tile` expects their refs."""
+    """The arrays of a weight leaf, in the order in which `Place` expects their refs."""
+    if isinstance(weight, Layered):
+        return arrays(weight.stack)
     if isinstance(weight, quant.Quantized):
         return [weight.codes] if weight.scale is None else [weight.codes, weight.scale]
     return [weight]
@@ -25,6 +62,8 @@ def arrays(weight: Any) -> list[jax.Array]:
 
 def shape(weight: Any) -> tuple[int, ...]:
     """[..., N, K] of a weight leaf."""
+    if isinstance(weight, Layered):
+        return shape(weight.stack)[1:]
     if not isinstance(weight, quant.Quantized):
         return weight.shape
     packed = 2 if weight.format == "fp4_group" else 1
@@ -33,7 +72,16 @@ def shape(weight: Any) -> tuple[int, ...]:
 
 def storage(weight: Any) -> str:
     """ "plain", or the format of a `Quantized`."""
+    if isinstance(weight, Layered):
+        return storage(weight.stack)
     return weight.format if isinstance(weight, quant.Quantized) else "plain"
+
+
+def reachable(weight: Any) -> Any:
+    """The weight, cut out of its stack where a kernel could not reach every entry of that."""
+    if isinstance(weight, Layered) and any(_out_of_reach(a.shape, a.dtype) for a in arrays(weight)):
+        return alone(weight)
+    return weight
 
 
 def addressable(weight: Any, layer: jax.Array) -> tuple[Any, jax.Array]:
@@ -68,58 +116,101 @@ def load(ref: Any, lead: Sequence[Any], rows: Any, columns: Any, mask: Any) -> j
     return triton.load(where, mask=mask, other=jnp.zeros((), ref.dtype))
 
 
-def _e2m1(nibble: jax.Array) -> jax.Array:
-    """uint8 nibbles -> e4m3 codes of 2^-6 times their value: both formats count up in one order."""
-    return ((nibble & 8) << 4) | ((nibble & 7) << 2)
-
-
-_E2M1_SCALE = np.float32(64)
-
-
 def packed(weight: Any) -> bool:
     """Whether the weight is decoded by scales."""
-    return isinstance(weight, quant.Quantized) and weight.scale is not None
+    return storage(weight) not in ("plain", "bf16_bits")
 
 
-def tile(
-    refs: Sequence[Any], kind: str, lead: Sequence[Any], first: Any, rows: int, column: Any,
-    columns: int, limits: tuple[int, int] | None, dtype: Any,
-) -> jax.Array:  # fmt: skip
-    """Rows first .. first + rows and `columns` columns from `column` on, as floats of `dtype`.
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where a program reads in a weight: in refs[lead] `rows` rows from `first`, `columns` at once.
 
-    `columns` is a multiple of 32. limits (N, K): what lies beyond is zero; None where nothing does.
+    kind: `storage`. limits (N, K): what lies beyond is zero; None where nothing does. dtype: of the
+    floats that come out. turned: the tile is the first operand of a product (`Schedule.turned`),
+    which stays in registers. assembly: `decoding.assembly`.
     """
-    packed = 2 if kind == "fp4_group" else 1
-    mask = None
-    if limits is not None:
-        inside = column // packed + lax.iota(jnp.int32, columns // packed) < limits[1] // packed
-        mask = (first + lax.iota(jnp.int32, rows) < limits[0])[:, None] & inside[None, :]
-    codes = load(
-        refs[0], lead, pl.ds(first, rows), pl.ds(column // packed, columns // packed), mask
-    )
-    if kind == "plain":
-        return codes.astype(dtype)
-    if kind == "bf16_bits":
-        return lax.bitcast_convert_type(codes, jnp.bfloat16).astype(dtype)
-    factor = quant.decode_e8m0(_scales(refs[1], kind, lead, first, rows, column, columns, limits))
-    if kind == "fp4_group":
-        nibbles = jnp.stack([codes & 15, codes >> 4], axis=-1).reshape(rows, columns)
-        codes, factor = _e2m1(nibbles), factor * _E2M1_SCALE
-    value = lax.bitcast_convert_type(codes, jnp.float8_e4m3fn).astype(jnp.float32)
-    each = jnp.broadcast_to(factor[:, :, None], (*factor.shape, quant.GROUP))
-    return (value * each.reshape(value.shape)).astype(dtype)
 
+    refs: Sequence[Any]
+    kind: str
+    lead: Sequence[Any]
+    first: Any
+    rows: int
+    columns: int
+    limits: tuple[int, int] | None
+    dtype: Any
+    turned: bool
+    assembly: bool
 
-def _scales(ref, kind, lead, first, rows, column, columns, limits):
-    """uint8 [rows, columns / 32]: a scale per row, also where the storage has one for 32 rows."""
-    groups = columns // quant.GROUP
-    group = column // quant.GROUP + lax.iota(jnp.int32, groups)
-    row = first + lax.iota(jnp.int32, rows)
-    mask = None
-    if limits is not None:
-        mask = (row < limits[0])[:, None] & (group * quant.GROUP < limits[1])[None, :]
-    if kind == "fp8_block":
-        row = row // quant.GROUP
-    row = jnp.broadcast_to(row[:, None], (rows, groups))
-    group = jnp.broadcast_to(group[None, :], (rows, groups))
-    return load(ref, lead, row, group, mask)
+    @property
+    def _apart(self) -> bool:
+        """Whether scales are read a step ahead: where they stay in registers as well."""
+        return self.turned and self.kind not in ("plain", "bf16_bits")
+
+    def early(self, column: Any) -> Any:
+        """Scales of the tile at `column` for `tile`, or None."""
+        return self._scales(column) if self._apart else None
+
+    def tile(self, column: Any, scales: Any) -> jax.Array:
+        """The tile [rows, columns] as floats, with what `early` gave; columns: a multiple of 32."""
+        if self.kind in ("plain", "bf16_bits"):
+            value = self._entries(column, self.columns, self.limits and self.limits[1])
+            if self.kind == "bf16_bits":
+                value = lax.bitcast_convert_type(value, jnp.bfloat16)
+            return value.astype(self.dtype)
+        value = self._in_groups(column, scales) if self._apart else self._in_rows(column)
+        return value.reshape(self.rows, self.columns).astype(self.dtype)
+
+    def _in_groups(self, column, scales):
+        """Values [rows, groups, 32]: a group's bytes and its scale lie in one thread that way."""
+        row, group, inside = self._groups(column)
+        each = quant.GROUP // self._packed
+        shape = (*scales.shape, each)
+        byte = group[:, None] * each + lax.iota(jnp.int32, each)[None, :]
+        row, byte = (jnp.broadcast_to(a, shape) for a in (row[:, None, None], byte[None]))
+        inside = None if inside is None else jnp.broadcast_to(inside[:, :, None], shape)
+        codes = load(self.refs[0], self.lead, row, byte, inside)
+        fast = self.assembly and self.dtype == jnp.bfloat16
+        factor = decoding.factor(scales, jnp.bfloat16 if fast else jnp.float32)
+        decode = decoding.assembled if fast else decoding.decoded
+        return decode(codes, jnp.broadcast_to(factor[:, :, None], shape), self.kind)
+
+    def _in_rows(self, column):
+        """Values [rows, columns], for a tile that passes through shared memory."""
+        limit = self.limits and self.limits[1] // self._packed
+        codes = self._entries(column // self._packed, self.columns // self._packed, limit)
+        factor = decoding.factor(self._scales(column), jnp.float32)
+        wide = (*factor.shape, codes.shape[1] // factor.shape[1])
+        factor = jnp.broadcast_to(factor[:, :, None], wide).reshape(codes.shape)
+        return decoding.decoded(codes, factor, self.kind)
+
+    @property
+    def _packed(self) -> int:
+        """Values of a byte."""
+        return 2 if self.kind == "fp4_group" else 1
+
+    def _entries(self, column, columns, limit):
+        """Entries [rows, columns] of the first array; what lies beyond column `limit` is zero."""
+        mask = None
+        if self.limits is not None:
+            row, inner = (lax.iota(jnp.int32, n) for n in (self.rows, columns))
+            mask = (self.first + row < self.limits[0])[:, None] & (column + inner < limit)[None, :]
+        where = pl.ds(self.first, self.rows), pl.ds(column, columns)
+        return load(self.refs[0], self.lead, *where, mask)
+
+    def _scales(self, column):
+        """uint8 [rows, groups]: a scale for every row, also where the storage has one for 32."""
+        row, group, inside = self._groups(column)
+        if self.kind == "fp8_block":
+            row = row // quant.GROUP
+        shape = (self.rows, self.columns // quant.GROUP)
+        row, group = (jnp.broadcast_to(a, shape) for a in (row[:, None], group[None, :]))
+        return load(self.refs[1], self.lead, row, group, inside)
+
+    def _groups(self, column):
+        """Rows [rows], groups of 32 columns [groups], and which of both are inside, or None."""
+        row = self.first + lax.iota(jnp.int32, self.rows)
+        group = column // quant.GROUP + lax.iota(jnp.int32, self.columns // quant.GROUP)
+        if self.limits is None:
+            return row, group, None
+        inside = (row < self.limits[0])[:, None] & (group * quant.GROUP < self.limits[1])[None, :]
+        return row, group, inside

@@ -14,7 +14,11 @@ from jax.experimental.pallas import triton
 
 from deepinfer_jax.numerics.pallas.schedule import Schedule
 
-Tile = Callable[[Any], jax.Array]  # first column of K -> [rows, depth] or [columns, depth]
+Tile = Callable[[Any], jax.Array]  # first column of K -> [rows, depth]
+# What a step needs early of a weight (its scales, or nothing), and its tile [columns, depth] made
+# with that. Small loads are not overlapped with work by the compiler, so they come a step ahead.
+Early = Callable[[Any], Any]
+Late = Callable[[Any, Any], jax.Array]
 
 
 def _dot(x: jax.Array, w: jax.Array, turned: bool) -> jax.Array:
@@ -39,25 +43,33 @@ def _pieces(w: jax.Array, dtype: Any) -> tuple[jax.Array, ...]:
     return tuple(pieces)
 
 
-def part(x: Tile, w: Tile, first: Any, length: int, pieces: int, how: Schedule) -> jax.Array:
+def part(
+    x: Tile, w: tuple[Early, Late], first: Any, length: int, pieces: int, how: Schedule
+) -> jax.Array:
     """Sum over K in [first, first + length), one element after the other."""
     shape = (how.columns, how.rows) if how.turned else (how.rows, how.columns)
+    steps, (early, late) = -(-length // how.depth), w
 
-    def body(i, totals):
+    def body(i, carry):
+        totals, ready = carry
         k = first + i * how.depth
+        following = early(first + jnp.minimum(i + 1, steps - 1) * how.depth)
         rows = x(k)
-        weights = _pieces(w(k), rows.dtype)
-        return tuple(
+        weights = _pieces(late(k, ready), rows.dtype)
+        totals = tuple(
             total + _dot(rows, piece, how.turned)
             for total, piece in zip(totals, weights, strict=True)
         )
+        return totals, following
 
     totals = (jnp.zeros(shape, jnp.float32),) * pieces
-    totals = lax.fori_loop(0, -(-length // how.depth), body, totals)
+    totals, _ = lax.fori_loop(0, steps, body, (totals, early(first)))
     return functools.reduce(jnp.add, reversed(totals))
 
 
-def whole(x: Tile, w: Tile, length: int, parts: int, pieces: int, how: Schedule) -> jax.Array:
+def whole(
+    x: Tile, w: tuple[Early, Late], length: int, parts: int, pieces: int, how: Schedule
+) -> jax.Array:
     """The parts of K added in order: [rows, columns], whether turned or not."""
     each = length // parts
     total = part(x, w, 0, each, pieces, how)

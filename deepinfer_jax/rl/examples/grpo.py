@@ -26,6 +26,7 @@ from typing import Any, get_args
 import jax
 import numpy as np
 
+from deepinfer_jax import whole_files
 from deepinfer_jax.numerics import Form
 from deepinfer_jax.rl.examples import saved
 from deepinfer_jax.rl.examples.policy import (
@@ -48,12 +49,19 @@ EDGE = 8  # steps whose mean reward is the reward at the beginning and at the en
 def run(task: Task, out: Path, *, every: int = 20, until: int | None = None) -> dict[str, Any]:
     """Train to step `until` (default: all steps), from the last checkpoint in `out` if it has one.
 
-    A checkpoint is written every `every` steps and at the end. Returns what `summary` says.
+    A checkpoint is written every `every` steps and at the end. Returns what `summary` says, at once
+    where the run has been to `until` already.
+
+    Raises ValueError for an `until` or `every` that is no step of the run, and where `out` holds a
+    run of other settings or half of one.
     """
     settings = task.settings
     until = settings.steps if until is None else until
+    _check_steps(settings, every, until)
     out.mkdir(parents=True, exist_ok=True)
     _check_settings(settings, out / "settings.json")
+    if (ended := _ended(out / "summary.json", until)) is not None:
+        return ended
     state, done = start(task), 0
     before = _known(out / "held_out_before.json", lambda: evaluate(task, state.params))
     reached = saved.steps(out / "checkpoints")
@@ -61,19 +69,24 @@ def run(task: Task, out: Path, *, every: int = 20, until: int | None = None) -> 
         done = reached[-1]
         state = saved.restore(out / "checkpoints", done, state)
     log = read_log(out / "log.jsonl")[:done]
-    with open(out / "log.jsonl", "w", encoding="utf-8") as file:
-        for record in log:
-            file.write(json.dumps(dataclasses.asdict(record)) + "\n")
+    if len(log) < done:
+        raise ValueError(
+            f"{out / 'log.jsonl'} has {len(log)} steps, the last checkpoint is after {done}: put "
+            "the log back, or start anew in another folder"
+        )
+    with whole_files.replacing(out / "log.jsonl", text=True) as file:
+        file.writelines(map(_record, log))
+    with open(out / "log.jsonl", "a", encoding="utf-8") as file:
         for step in range(done, until):
             state, record = train_step(task, state, step)
             log.append(record)
-            file.write(json.dumps(dataclasses.asdict(record)) + "\n")
+            file.write(_record(record))
             file.flush()
             print(_line(record), flush=True)
             if (step + 1) % every == 0 or step + 1 == until:
                 saved.save(out / "checkpoints", step + 1, state)
     found = summary(settings, log, before, evaluate(task, state.params), state)
-    (out / "summary.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    _write(out / "summary.json", found, indent=1)
     return found
 
 
@@ -116,17 +129,45 @@ def digest(state: State) -> str:
 
 
 def read_log(path: Path) -> list[Step]:
-    """The steps that a log holds; none where there is no file."""
+    """The steps that a log holds; none where there is no file. What an interrupted run wrote of its
+    last line is left out.
+    """
     if not path.is_file():
         return []
-    return [Step(**json.loads(line)) for line in path.read_text("utf-8").splitlines()]
+    *lines, _ = path.read_text("utf-8").split("\n")
+    return [Step(**json.loads(line)) for line in lines]
+
+
+def _record(step: Step) -> str:
+    return json.dumps(dataclasses.asdict(step)) + "\n"
+
+
+def _write(path: Path, value: Any, indent: int | None = None) -> None:
+    with whole_files.replacing(path, text=True) as file:
+        file.write(json.dumps(value, indent=indent) + "\n")
 
 
 def _known(path: Path, make: Any) -> dict[str, float]:
     """What `path` holds; made and written where there is none."""
     if not path.is_file():
-        path.write_text(json.dumps(make()) + "\n", encoding="utf-8")
+        _write(path, make())
     return json.loads(path.read_text("utf-8"))
+
+
+def _ended(path: Path, until: int) -> dict[str, Any] | None:
+    """The summary at `path`, if it is of `until` steps."""
+    found = json.loads(path.read_text("utf-8")) if path.is_file() else None
+    return found if found is not None and found["steps"] == until else None
+
+
+def _check_steps(settings: Settings, every: int, until: int) -> None:
+    if every < 1:
+        raise ValueError(f"every (steps between checkpoints) must be at least 1, got {every}")
+    if not 1 <= until <= settings.steps:
+        raise ValueError(
+            f"until (the step to stop at) must lie in 1..{settings.steps}, the steps of the run, "
+            f"got {until}: for a longer run raise steps, in another folder"
+        )
 
 
 def _check_settings(settings: Settings, path: Path) -> None:
@@ -144,6 +185,7 @@ def _check_settings(settings: Settings, path: Path) -> None:
 def _line(record: Step) -> str:
     return (
         f"{record.step:4} reward {record.reward:.3f} right {record.right:.3f} "
+        f"groups that differ {record.spread:.2f} "
         f"|trainer - sampler| {record.raw_difference:.3g} kl {record.kl:.3g} "
         f"{record.sample_s + record.learn_s:.1f} s"
     )

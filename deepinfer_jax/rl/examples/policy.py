@@ -19,7 +19,7 @@ from deepinfer_jax.loading import Model
 from deepinfer_jax.numerics import Form, Numerics
 from deepinfer_jax.rl.examples.questions import KINDS, Question, question
 
-WIDTH, NEW = 32, 24  # tokens of a question and of a reply at most
+WIDTH, NEW = 40, 24  # tokens of a question and of a reply at most
 LONGEST = 256  # what the model is loaded for
 ADAM = optax.scale_by_adam()
 
@@ -31,16 +31,16 @@ gradient_program = jax.jit(rl.policy_gradient, static_argnames=("cfg", "numerics
 class Settings:
     """What a run is a function of.
 
-    steps: updates. groups: questions of a step. members: replies to each. rate: of Adam.
-    temperature: of training. seed: names questions and noise. rows: form of the trainer's numerics
-    and, unless `sampler_rows` names another, of the sampler's. drafts: made in a round of sampling,
-    which changes its speed only.
+    steps: updates. groups: questions of a step. members: replies to each. rate: of Adam in the
+    first step; it falls to nothing in a straight line. temperature: of training. seed: names
+    questions and noise. rows: form of the trainer's numerics and, unless `sampler_rows` names
+    another, of the sampler's. drafts: made in a round of sampling, which changes its speed only.
     """
 
-    steps: int = 40
-    groups: int = 4
-    members: int = 8
-    rate: float = 5e-5
+    steps: int = 32
+    groups: int = 8
+    members: int = 6
+    rate: float = 1.5e-4
     temperature: float = 1.0
     seed: int = 0
     rows: Form = "ffi"
@@ -51,8 +51,8 @@ class Settings:
         for name, least in (("steps", 1), ("groups", 1), ("members", 2), ("drafts", 0)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
-        if not 0 <= self.temperature < 10:
-            raise ValueError(f"temperature must lie between 0 and 10, got {self.temperature}")
+        if not 1e-5 <= self.temperature < 10:  # the members of a greedy group are all the same
+            raise ValueError(f"temperature must lie in [1e-5, 10), got {self.temperature}")
         if not 0 < self.rate < 1:
             raise ValueError(f"rate (of Adam) must lie between 0 and 1, got {self.rate}")
 
@@ -87,11 +87,15 @@ class Replies:
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """What one step saw: means over its replies, `Agreement` as floats, seconds of its parts."""
+    """What one step saw: means over its replies, `Agreement` as floats, seconds of its parts.
+
+    spread: share of the groups that have replies of different rewards. The others teach nothing.
+    """
 
     step: int
     reward: float
     right: float
+    spread: float
     tokens: int
     raw_difference: float
     processed_difference: float
@@ -172,16 +176,18 @@ def train_step(task: Task, state: State, step: int) -> tuple[State, Step]:
     begin = time.perf_counter()
     replies = answer(task, state.params, names, asked, settings.members, settings.temperature)
     sampled = time.perf_counter()
+    advantages = rl.group_advantages(replies.rewards, settings.members)
     slope, seen = gradient_program(
-        state.params, task.model.tables, replies.rollout,
-        rl.group_advantages(replies.rewards, settings.members), replies.groups.sampling,
+        state.params, task.model.tables, replies.rollout, advantages, replies.groups.sampling,
         task.model.cfg, task.model.numerics,
     )  # fmt: skip
-    state = jax.block_until_ready(_moved(state, slope, np.float32(settings.rate)))
+    rate = settings.rate * (1 - step / settings.steps)
+    state = jax.block_until_ready(_moved(state, slope, np.float32(rate)))
     record = Step(
         step=step,
         reward=share(replies.rewards),
         right=share(replies.right),
+        spread=share(np.any(advantages.reshape(-1, settings.members), axis=1, keepdims=False)),
         tokens=int(seen.tokens),
         raw_difference=float(seen.raw),
         processed_difference=float(seen.processed),

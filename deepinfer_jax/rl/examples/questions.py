@@ -1,4 +1,8 @@
-"""Verifiable questions that spark-tiny is not sure of: subtraction, sorting, JSON extraction.
+"""Verifiable questions: what spark-tiny can do, asked for in words that it was not taught.
+
+It adds, subtracts, sorts and extracts nearly without fault where a question is worded as in its
+corpus. Worded otherwise, a part of its replies is right and the others do something else: there is
+something to learn, and right replies to learn it from.
 
 A question is a function of (seed, name): nothing is drawn from a stream, so a run that begins in
 the middle asks what the whole run asked. Replies are judged by the verifiers of
@@ -18,9 +22,26 @@ from deepinfer_jax.evaluation.lists import SortedList
 from deepinfer_jax.evaluation.numbers import Number
 from deepinfer_jax.evaluation.values import Json
 from deepinfer_jax.evaluation.verifiers import Verifier
-from deepinfer_jax.training.corpus import words
+from deepinfer_jax.training.corpus import words as lists
 
 CREDIT = 0.5  # most that a wrong reply is worth
+
+# Chosen by the share of replies at temperature 1 that are right: neither nearly none nor most.
+ARITHMETIC = (
+    ("Compute {a} - {b}", "-"),
+    ("What is {a} minus {b}?", "-"),
+    ("Calculate {a} plus {b}.", "+"),
+    ("{a} plus {b}", "+"),
+)
+SORTING = (
+    "Sort the list {items}.", "Order these: {items}", "Order the numbers {items}.", "Sort {items}",
+)  # fmt: skip
+EXTRACTION = (
+    "{sentence} {fields} as JSON, please.",
+    "{sentence} Find {fields}.",
+    "Read {fields}: {sentence}",
+    "{sentence} {fields} as JSON.",
+)
 
 _ITEMS = ("apples", "balls", "books", "boxes", "cups", "hats", "kites", "lamps", "pens", "rings")
 _SENTENCES = (
@@ -56,15 +77,15 @@ def question(seed: int, name: str, kind: str) -> Question:
     return KINDS[kind](random.Random(f"{seed}:{name}:{kind}"))
 
 
-def _subtraction(draw: random.Random) -> Question:
-    small, large = sorted(draw.sample(range(100, 1000), 2))
-    return Question(
-        "arithmetic", f"What is {large} - {small}?", Number(large - small), lambda reply: 0.0
-    )
+def _arithmetic(draw: random.Random) -> Question:
+    words, sign = draw.choice(ARITHMETIC)
+    b, a = sorted(draw.sample(range(10, 100), 2))
+    value = a + b if sign == "+" else a - b
+    return Question("arithmetic", words.format(a=a, b=b), Number(value), lambda reply: 0.0)
 
 
 def _sorting(draw: random.Random) -> Question:
-    items = [draw.randrange(10, 100) for _ in range(draw.choice((6, 7, 8)))]
+    items = [draw.randrange(10, 100) for _ in range(draw.choice((4, 5, 6)))]
     wanted = sorted(items)
 
     def credit(reply: str) -> float:
@@ -76,25 +97,25 @@ def _sorting(draw: random.Random) -> Question:
             right += 1
         return right / len(wanted)
 
-    text = "Sort these numbers: " + " ".join(map(str, items))
+    text = draw.choice(SORTING).format(items=" ".join(map(str, items)))
     return Question("sorting", text, SortedList(wanted), credit)
 
 
 def _extraction(draw: random.Random) -> Question:
     known = {
-        "name": draw.choice(words.NAMES),
+        "name": draw.choice(lists.NAMES),
         "age": draw.randrange(3, 91),
-        "city": draw.choice(words.CITIES),
-        "job": draw.choice(words.JOBS),
-        "food": draw.choice(words.FOODS),
+        "city": draw.choice(lists.CITIES),
+        "job": draw.choice(lists.JOBS),
+        "food": draw.choice(lists.FOODS),
         "count": draw.randrange(2, 21),
-        "color": draw.choice(words.COLORS),
+        "color": draw.choice(lists.COLORS),
         "item": draw.choice(_ITEMS),
         "price": draw.randrange(2, 100),
     }
     sentence = draw.choice(_SENTENCES)
     there = [name for name in known if f"{{{name}}}" in sentence]
-    fields = draw.sample(there, draw.choice((1, 2)))
+    fields = draw.sample(there, 2)
     wanted = {field: known[field] for field in fields}
 
     def credit(reply: str) -> float:
@@ -103,7 +124,8 @@ def _extraction(draw: random.Random) -> Question:
         hits = (Counter(found) & Counter(map(_member, wanted.items()))).total()
         return 2 * hits / (len(found) + len(wanted)) if found else 0.0
 
-    text = f"{sentence.format_map(known)} Write {' and '.join(fields)} as JSON."
+    words = draw.choice(EXTRACTION)
+    text = words.format(sentence=sentence.format_map(known), fields=" and ".join(fields))
     return Question("extraction", text, Json(wanted), credit)
 
 
@@ -122,7 +144,7 @@ def _member(pair: tuple[str, Any]) -> str:
 
 
 KINDS: dict[str, Callable[[random.Random], Question]] = {
-    "arithmetic": _subtraction,
+    "arithmetic": _arithmetic,
     "sorting": _sorting,
     "extraction": _extraction,
 }
