@@ -14,11 +14,14 @@ from deepinfer_jax.requests import Request, Result, Timing
 from deepinfer_jax.scheduling import Usage
 
 
-def load(name: str, max_length: int | None, rows: str | None) -> types.SimpleNamespace:
+def load(
+    name: str, max_length: int | None, rows: str | None, onto: object = None
+) -> types.SimpleNamespace:  # fmt: skip
     """Stands for `loading.load`: no weights."""
     return types.SimpleNamespace(
-        numerics=Numerics(), confidence_temperatures=(), cfg=types.SimpleNamespace(most_drafts=0)
-    )
+        numerics=Numerics(), confidence_temperatures=(), max_length=256,
+        cfg=types.SimpleNamespace(most_drafts=0),
+    )  # fmt: skip
 
 
 def result(request: Request, seconds: float = 0.5) -> Result:

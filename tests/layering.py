@@ -6,22 +6,27 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-PACKAGE = "deepinfer_jax"
+PACKAGE, BRIDGE = "deepinfer_jax", "kernels_bridge"
 
 # Data flows down this list, so an import goes up it. An entry names a module or a sub-package, or a
 # part of one that stands elsewhere; modules below one entry may import each other as long as they
 # form no cycle when they run (an import for annotations only may). "" is the package's own
-# __init__, the public names.
+# __init__, the public names. Modules of the other package, `kernels_bridge`, keep its name.
 ORDER = (
     "resources",
+    "whole_files",
     "strict_json",
+    "summaries",
     "validity",
     "config",
     "axes",
     "quant",
+    "kernels_bridge.building",
+    "kernels_bridge",
     "numerics",
     "tables",
     "rows",
+    "mirror",
     "eplb",
     "params",
     "safetensors",
@@ -30,6 +35,9 @@ ORDER = (
     "snapshots",
     "info",
     "model",
+    "layout",
+    "moving",
+    "fetching",
     "images",
     "noise",
     "sampling",
@@ -53,17 +61,26 @@ ORDER = (
     "profiling",
     "rl",
     "parallel",
+    "scale",
     "determinism",
+    "plots",
     "",
     "training",
     "evaluation",
     "rl.examples",
+    "kernels_bridge.ops.pages",
+    "kernels_bridge.ops.plan",
+    "kernels_bridge.ops.operands",
+    "kernels_bridge.adapters",
+    "kernels_bridge.ops",
+    "kernels_bridge.catalogue",
     "published",
     "cli",
     "__main__",
 )
 SUMS_ALLOWED = ("numerics", "training")
-ENVIRONMENT_ALLOWED = ("loading", "cli", "__main__")
+# `kernels_bridge.building` asks where to keep libraries, also for programs without a command line.
+ENVIRONMENT_ALLOWED = ("loading", "cli", "__main__", "kernels_bridge.building")
 NAMELESS = {"utils", "util", "common", "misc", "helpers"}
 FILE_LINES = 500
 FUNCTION_LINES = 50
@@ -109,7 +126,9 @@ NO_PAGE = re.compile(rf"\bspec(?:ification)?s?{_GAP}(?:section{_GAP})?{_NUMBER}"
 
 @dataclass(frozen=True)
 class Module:
-    """One source file: dotted name inside the package ("" is its __init__), path and text."""
+    """One source file: dotted name inside the package ("" is its __init__; of the bridge with its
+    name), path and text.
+    """
 
     name: str
     path: str
@@ -120,11 +139,13 @@ class Module:
         return Path(self.path).name == "__init__.py"
 
 
-def read_modules(folder: Path, root: Path) -> list[Module]:
-    """Every Python file below `folder`; paths are relative to `root`."""
+def read_modules(folder: Path, root: Path, inside: Path | None = None) -> list[Module]:
+    """Every Python file below `folder`; names are inside of `inside` (default: `folder`), paths
+    relative to `root`.
+    """
     modules = []
     for path in sorted(folder.rglob("*.py")):
-        parts = path.relative_to(folder).with_suffix("").parts
+        parts = path.relative_to(inside or folder).with_suffix("").parts
         if parts[-1] == "__init__":
             parts = parts[:-1]
         text = path.read_text(encoding="utf-8")
@@ -142,7 +163,7 @@ def entry_of(name: str) -> str | None:
 
 
 def imports_of(module: Module, known: frozenset[str]) -> Iterator[tuple[int, str]]:
-    """(line, module name inside the package) for each import of the package's own modules."""
+    """(line, module name inside the package) for each import of the two packages' own modules."""
     yield from _imports(module, known, ast.parse(module.text))
 
 
@@ -156,10 +177,11 @@ def _imports(module: Module, known: frozenset[str], tree: ast.AST) -> Iterator[t
         else:
             continue
         for target in targets:
-            if target != PACKAGE and not target.startswith(PACKAGE + "."):
+            root, _, inside = target.partition(".")
+            if root not in (PACKAGE, BRIDGE):
                 continue
-            name = target[len(PACKAGE) + 1 :]
-            while name not in known and name:
+            name, least = (inside, "") if root == PACKAGE else (target, BRIDGE)
+            while name not in known and name != least:
                 name = name.rpartition(".")[0]
             yield node.lineno, name
 
@@ -167,7 +189,8 @@ def _imports(module: Module, known: frozenset[str], tree: ast.AST) -> Iterator[t
 def _absolute(module: Module, node: ast.ImportFrom) -> str:
     if node.level == 0:
         return node.module or ""
-    parts = [PACKAGE, *filter(None, module.name.split("."))]
+    parts = [*filter(None, module.name.split("."))]
+    parts = parts if parts[:1] == [BRIDGE] else [PACKAGE, *parts]
     parts = parts[: len(parts) - node.level + (1 if module.is_package else 0)]
     return ".".join([*parts, *filter(None, [node.module])])
 

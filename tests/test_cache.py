@@ -48,6 +48,18 @@ def test_capacity_is_rounded_up_to_whole_groups():
     assert cache.kv[0].shape[-1] == PLAIN.head_dim
 
 
+def test_the_axis_of_slots_is_the_one_that_grows_with_them():
+    """Of pages, which are the slots' too, as many as there are slots."""
+    few, many = (caches.cache_shapes(PLAIN, FP32, slots, 7) for slots in (3, 8))
+    names = [field.name for field in dataclasses.fields(few) if field.name != "ranks"]
+    for name in names:
+        for a, b in zip(*(jax.tree.leaves(getattr(c, name)) for c in (few, many)), strict=True):
+            grown = [
+                place for place, (x, y) in enumerate(zip(a.shape, b.shape, strict=True)) if x != y
+            ]
+            assert grown == [caches.slot_axis(name)], name
+
+
 def test_a_model_without_global_kv_has_rings_only():
     cache = caches.init_cache(WINDOW_ONLY, NATIVE, 2, 9)
     assert cache.kv == cache.keys == ()

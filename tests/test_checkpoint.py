@@ -183,7 +183,7 @@ def test_every_layout_of_devices_holds_the_same(
     name: str, divisible: Divisible, tmp_path: Path
 ) -> None:
     path, given, cfg = divisible
-    wanted = params.shardings(cfg, mesh(), RULES[name])
+    wanted = axes.shardings(params.abstract(cfg), mesh(), RULES[name])
     loaded = checkpoint.load_params(path, sharding=wanted)
     same_tree(loaded, given)
     assert jax.tree.all(jax.tree.map(lambda a, s: a.sharding == s, loaded, wanted))
@@ -210,9 +210,9 @@ def test_without_a_sharding_arrays_are_free_to_move(folder: Path) -> None:
 
 
 def test_a_sharding_of_another_tree_is_refused(folder: Path) -> None:
-    wanted = params.shardings(PLAIN, mesh(), Rules())
+    wanted = axes.shardings(params.abstract(PLAIN), mesh(), Rules())
     with pytest.raises(
-        ValueError, match=r"sharding must be None, a Sharding, .* for the same config"
+        ValueError, match=r"sharding must be None, a Sharding, .* of the same config"
     ):
         checkpoint.load_params(folder, sharding=wanted)
 
@@ -462,12 +462,12 @@ def orbax() -> None:
 @pytest.mark.usefixtures("orbax")
 def test_orbax_keeps_every_bit_on_any_mesh(divisible: Divisible, tmp_path: Path) -> None:
     _, given, cfg = divisible
-    wanted = params.shardings(cfg, mesh(), RULES["columns"])
+    wanted = axes.shardings(params.abstract(cfg), mesh(), RULES["columns"])
     sharded = jax.tree.map(jax.device_put, given, wanted)
     checkpoint.save_orbax(sharded, cfg, tmp_path / "x")
     assert ModelConfig.from_json(tmp_path / "x") == cfg
     same_tree(checkpoint.restore_orbax(tmp_path / "x"), given)
-    other = params.shardings(cfg, mesh(), RULES["experts"])
+    other = axes.shardings(params.abstract(cfg), mesh(), RULES["experts"])
     restored = checkpoint.restore_orbax(tmp_path / "x", cfg, other)
     same_tree(restored, given)
     assert jax.tree.all(jax.tree.map(lambda a, s: a.sharding == s, restored, other))

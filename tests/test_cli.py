@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 
 import deepinfer_jax as di
-from deepinfer_jax import cli, engine, generation, loading
+from deepinfer_jax import checkpoint, cli, engine, generation, loading
 from deepinfer_jax.cli import compiled, inputs, records
 from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.grammar import Grammar
@@ -84,6 +84,7 @@ def test_many_prompts_give_lines_that_hold_the_results(capsys, prompt_file):
         assert timing.admitted_s <= timing.first_token_s <= timing.finished_s
         assert line.pop("index") == index
         assert line.pop("model") == str(tiny_model.folder())
+        assert line.pop("weights") == checkpoint.digest(tiny_model.folder())
         given = {"max_tokens": 8, "temperature": 1.0, **PROMPTS[index]}
         options = line.pop("options")
         assert all(options[name] == given[name] for name in ("max_tokens", "temperature"))
@@ -106,7 +107,7 @@ def test_options_that_came_later_stand_on_lines_only_where_given():
     given = {"logit_bias": {"5": 1.5, "12": -2}, "min_tokens": 2, "allowed_token_ids": [3, 5]}
     for options, more in ({}, {}), (given, given):
         request = Request("r", "p", (5,), 0, Options(**options))
-        line = json.loads(json.dumps(records.asked(request, "m")))
+        line = json.loads(json.dumps(records.asked(request, "m", "w")))
         assert line["options"].keys() == first | more.keys()
         assert {name: line["options"][name] for name in more} == more
         assert Options(**line["options"]) == request.options
@@ -154,7 +155,7 @@ def result(index):
     )
 
 
-ASKED = [{"model": "m", "prompt": "é", "options": {}}] * 6
+ASKED = [{"model": "m", "prompt": "é", "options": {}, "weights": "w"}] * 6
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "latin-1", "ascii"])
@@ -424,8 +425,15 @@ def a_line(**changes):
     model = tiny_model.folder()
     cfg = ModelConfig.from_json(model)
     (request,) = make_requests(["a"], Options(), tiny_model.tokenizer(), cfg, 1000)
-    asked = records.asked(request, str(model))
+    asked = records.asked(request, str(model), checkpoint.digest(model))
     return json.dumps({**records.record(result(0), 0, asked), **asked, **changes}) + "\n"
+
+
+def test_a_line_of_an_earlier_version_names_no_weights(tmp_path):
+    out, line = tmp_path / "out.jsonl", json.loads(a_line())
+    del line["weights"]
+    out.write_text(json.dumps(line) + "\n")
+    assert records.finished(out, [json.loads(a_line())]) == {"0": "ab"}
 
 
 @pytest.mark.parametrize(
@@ -499,7 +507,7 @@ def test_a_file_may_hold_nothing_but_a_torn_line(tmp_path, torn):
 
 KEYS = (  # of a line; whoever reads one relies on them
     "id index model prompt options text finish_reason prompt_tokens tokens logprobs "
-    "logprobs_processed kept_mass seed numerics timing"
+    "logprobs_processed kept_mass seed numerics weights timing"
 ).split()
 
 
@@ -537,6 +545,8 @@ def test_another_model_or_other_tools_are_noticed_too(refused, tmp_path):
     out, prompts = tmp_path / "out.jsonl", tmp_path / "prompts.jsonl"
     out.write_text(a_line(model="other"))
     assert 'another model: "other" there' in refused("a", "--out", out, "--resume")
+    out.write_text(a_line(weights="other"))  # trained on, in the same folder
+    assert 'another set of weights: "other" there' in refused("a", "--out", out, "--resume")
     out.write_text(a_line())
     prompts.write_text('{"prompt": "a", "tools": [{"name": "f"}]}')
     said = refused("--prompts", prompts, "--out", out, "--resume")

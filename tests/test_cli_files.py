@@ -219,7 +219,7 @@ def test_a_file_cut_at_any_byte_is_taken_up_to_the_same_bytes(
     lines = whole(engines, prompts).splitlines()
     monkeypatch.setattr(appending.os, "fsync", lambda number: None)  # a thousand of them
     results = [json.loads(line) for line in lines]
-    names = ("id", "model", "prompt", "options", "seed")
+    names = ("id", "model", "prompt", "options", "seed", "weights")
     asked = {n: {name: each[name] for name in names} for n, each in enumerate(results)}
     path = tmp_path / "cut.jsonl"
     want = b"".join(line + b"\n" for line in lines)
@@ -340,7 +340,7 @@ def test_where_there_is_no_room_to_sort_all_results_stay(engines, prompts, tmp_p
     flags = ["--prompts", prompts, "--out", out, "--no-timing"]
     assert run(*flags) == 0
     before = out.read_bytes()
-    (tmp_path / "out.jsonl.sorting").symlink_to("/dev/full")
+    (tmp_path / "out.jsonl.partial").symlink_to("/dev/full")
     assert run(*flags, "--resume", "--in-order") == 1
     assert "has all results, but not in their places: " in capsys.readouterr().err
     assert out.read_bytes() == before

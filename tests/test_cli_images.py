@@ -86,12 +86,12 @@ def test_a_line_names_the_contents_of_its_images(folder):
     """So that --resume sees another image under the same name."""
     (request,) = made(folder, "a", "--image", str(folder / "small.webp")).values()
     assert isinstance(request, Request)
-    asked = records.asked(request, "model")
+    asked = records.asked(request, "model", "w")
     assert asked["options"]["images"] == [picture.key for picture in wanted(SMALL)]
     assert not records.unwritable(asked, "here")
     (folder / "small.webp").write_bytes(encoded(SMALL[::-1].copy(), "WEBP", lossless=True))
     (other,) = made(folder, "a", "--image", str(folder / "small.webp")).values()
-    assert records.asked(other, "model") != asked
+    assert records.asked(other, "model", "w") != asked
 
 
 def test_images_without_a_prompt_are_refused(folder):

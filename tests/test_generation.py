@@ -2,8 +2,10 @@
 
 import dataclasses
 import functools
+import io
 import itertools
 import random
+import sys
 import typing
 
 import jax
@@ -12,7 +14,7 @@ import pytest
 
 import deepinfer_jax as di
 from deepinfer_jax import engine, generation
-from deepinfer_jax.engine import programs
+from deepinfer_jax.engine import Update, programs
 from deepinfer_jax.engine.sizes import SHORTEST_CAPACITY
 from deepinfer_jax.prompts import make_requests
 from deepinfer_jax.requests import OptionArguments, Options
@@ -229,3 +231,15 @@ def test_a_result_shows_its_tokens_in_a_notebook():
     shown = dataclasses.replace(result, pieces=("<b>", "\n", "c"))._repr_html_()
     assert "&lt;b&gt;" in shown
     assert shown.count("<span") == 3
+
+
+def test_a_terminal_shows_how_many_replies_are_done(monkeypatch):
+    """And nobody else; the updates pass through."""
+    result, error = typing.cast(di.Result, object()), ValueError("unlucky")
+    made = [Update(0, "a", 1), Update(0, "", 1, result), Update(1, "", 0, None, error)]
+    for terminal, show in ((True, True), (True, False), (False, True)):
+        written = io.StringIO()
+        monkeypatch.setattr(written, "isatty", lambda terminal=terminal: terminal)
+        monkeypatch.setattr(sys, "stderr", written)
+        assert list(generation.watched(iter(made), 2, show)) == made
+        assert ("2/2" in written.getvalue()) == (terminal and show)

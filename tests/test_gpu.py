@@ -25,7 +25,8 @@ from deepinfer_jax.determinism.equality import bits
 from deepinfer_jax.images import encode_images, encoding
 from deepinfer_jax.model import forward, head
 from deepinfer_jax.numerics import Numerics
-from deepinfer_jax.numerics.pallas import products
+from deepinfer_jax.numerics.pallas import products, schedule
+from deepinfer_jax.numerics.pallas.schedule import Schedule
 from tests import every_role, sighted
 from tests import test_numerics as primitives
 from tests.golden import adapter_images
@@ -98,6 +99,36 @@ def test_products_of_any_height_and_storage(storage, k, n):
     for m in (1, 8, 16, 17, 64, 65, 256, 500, 513, 1100):
         for at in (0, 1100 - m):
             np.testing.assert_array_equal(bits(product(x[at : at + m], weight)), want[at : at + m])
+
+
+@pytest.mark.parametrize(("format", "values"), [("fp8_group", 256), ("fp4_group", 512)])
+def test_every_code_is_decoded_exactly(format, values):
+    """All codes with scales from 2^-126 to 2^110, by the instructions of the chip."""
+    code = np.tile(np.arange(256, dtype=np.uint8), (64, 1))
+    code = np.where(code & 127 == 127, 1, code) if format == "fp8_group" else code
+    scale = np.linspace(1, 237, 64).astype(np.uint8)[:, None]
+    scale = scale + np.zeros((1, values // 32), np.uint8)
+    weight = quant.Quantized(jnp.asarray(code), jnp.asarray(scale), format)
+    eye = jnp.eye(values, dtype=jnp.bfloat16)
+    want = bits(product(eye, quant.dequantize(weight), schedule.plain(values, values, 64)))
+    for how in (Schedule(16, 64, 64, 4, 3, True), Schedule(64, 64, 64, 4, 3, True)):
+        np.testing.assert_array_equal(bits(product(eye, weight, how)), want)
+
+
+def test_mixes_do_not_depend_on_the_number_of_rows():
+    raw, scale, base = (jnp.asarray(primitives.normal(5, *s)) for s in ((300, 24), (3,), (24,)))
+
+    @functools.partial(jax.jit, static_argnames="numerics")
+    def run(raw, numerics):
+        return nx.mixes(raw, scale, base, 4, 20, 1e-6, numerics)
+
+    numerics = on_gpu(Numerics.fp32())
+    every, plain = run(raw, numerics), run(raw, Numerics.fp32("batched"))
+    for got, want in zip(every, plain, strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+    for m in (1, 31, 32, 33, 257):
+        for got, want in zip(run(raw[-m:], numerics), every, strict=True):
+            np.testing.assert_array_equal(bits(got), bits(want[-m:]))
 
 
 @pytest.mark.parametrize("k", [2048, 20480])

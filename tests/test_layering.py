@@ -11,6 +11,7 @@ from tests.layering import Module
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = layering.read_modules(ROOT / "deepinfer_jax", ROOT)
+BRIDGE = layering.read_modules(ROOT / "kernels_bridge", ROOT, inside=ROOT)
 SHIPPED = PACKAGE + [
     module
     for folder in ("kernels_bridge", "ascend")
@@ -34,11 +35,11 @@ def per_module(rule, modules):
 
 
 def test_imports_follow_the_data_flow():
-    report(layering.wrong_imports(PACKAGE))
+    report(layering.wrong_imports(PACKAGE + BRIDGE))
 
 
 def test_imports_form_no_cycle():
-    report(layering.import_cycles(PACKAGE))
+    report(layering.import_cycles(PACKAGE + BRIDGE))
 
 
 def test_floating_point_sums_live_in_numerics():
@@ -46,7 +47,7 @@ def test_floating_point_sums_live_in_numerics():
 
 
 def test_no_environment_variable_below_the_command_line():
-    report(per_module(layering.environment_reads, PACKAGE))
+    report(per_module(layering.environment_reads, PACKAGE + BRIDGE))
 
 
 def test_modules_are_named_after_what_they_hold():
@@ -193,6 +194,25 @@ def test_an_import_with_the_data_flow_passes():
     assert list(layering.wrong_imports(modules)) == []
 
 
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        ("numerics.forms", "from kernels_bridge import catalogue"),
+        ("model.moe", "from kernels_bridge.ops.gemm import fp8_gemm"),
+        ("kernels_bridge.registry", "from kernels_bridge.adapters import flash_mla"),
+        ("kernels_bridge.ffi", "from deepinfer_jax import numerics"),
+    ],
+)
+def test_the_bridge_has_its_place_in_the_data_flow(name, line):
+    bridge = ("catalogue", "ops.gemm", "adapters.flash_mla")
+    others = [planted("", "numerics"), *(planted("", f"kernels_bridge.{each}") for each in bridge)]
+    modules = [planted(line, name), *others]
+    (finding,) = layering.wrong_imports(modules)
+    assert "later in the data flow" in finding
+    allowed = planted("from kernels_bridge import ffi", "numerics.products")
+    assert list(layering.wrong_imports([allowed, planted("", "kernels_bridge.ffi")])) == []
+
+
 def test_a_module_without_a_place_is_found():
     (finding,) = layering.wrong_imports([planted("", "surprise")])
     assert "surprise has no place" in finding
@@ -232,7 +252,9 @@ def test_an_import_for_annotations_only_makes_no_cycle():
 )
 def test_an_environment_read_is_found(text):
     assert any(layering.environment_reads(planted(text)))
-    assert not any(layering.environment_reads(planted(text, "cli")))
+    assert any(layering.environment_reads(planted(text, "kernels_bridge.ffi")))
+    for allowed in ("cli", "kernels_bridge.building"):
+        assert not any(layering.environment_reads(planted(text, allowed)))
 
 
 @pytest.mark.parametrize("name", ["utils", "model.common", "misc.sorting"])

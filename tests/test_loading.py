@@ -13,8 +13,10 @@ import pytest
 import deepinfer_jax
 from deepinfer_jax import checkpoint, loading, params
 from deepinfer_jax.numerics import Numerics
-from kernels_bridge import ffi
+from kernels_bridge import ffi, machine
 from tests import tiny_model
+
+WITH_COMPILER = machine.named("cpu", (machine.Found(machine.COMPILER),))
 
 
 @pytest.fixture
@@ -49,11 +51,12 @@ def test_numerics_and_length_can_be_given():
 
 def test_the_form_of_the_rows_can_be_given(monkeypatch):
     monkeypatch.setattr(ffi, "load", lambda: None)
+    monkeypatch.setattr(loading, "probe", lambda: WITH_COMPILER)
     for given in (None, Numerics.fp32()):
         model = loading.load(tiny_model.folder(), numerics=given, rows="ffi")
         expected = Numerics.native(model.cfg.quantized) if given is None else given
         assert model.numerics == dataclasses.replace(expected, rows="ffi")
-    with pytest.raises(ValueError, match='rows="pallas" are kernels for an NVIDIA GPU'):
+    with pytest.raises(ValueError, match='rows="pallas" cannot run here, it is for cuda'):
         loading.load(tiny_model.folder(), rows="pallas")
 
 
@@ -62,8 +65,15 @@ def test_kernels_that_cannot_be_built_are_said_before_weights_are_read(monkeypat
         raise ffi.NoKernelsError("no compiler here")
 
     monkeypatch.setattr(ffi, "load", none)
+    monkeypatch.setattr(loading, "probe", lambda: WITH_COMPILER)
     monkeypatch.setattr(checkpoint, "load_params", None)
     with pytest.raises(ffi.NoKernelsError, match="no compiler here"):
+        loading.load(tiny_model.folder(), rows="ffi")
+
+
+def test_without_a_compiler_the_form_that_needs_one_is_refused(monkeypatch):
+    monkeypatch.setattr(loading, "probe", lambda: machine.named("cpu"))
+    with pytest.raises(ValueError, match=r'rows="ffi" cannot run .*g\+\+\): use rows="tiled"'):
         loading.load(tiny_model.folder(), rows="ffi")
 
 

@@ -21,14 +21,15 @@ from hypothesis import Phase, assume, given, settings
 from hypothesis import strategies as st
 
 from deepinfer_jax import cache as caches
-from deepinfer_jax import checkpoint, tables
+from deepinfer_jax import checkpoint, steps, tables
 from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.determinism import feeding
 from deepinfer_jax.determinism.feeding import Text
 from deepinfer_jax.loading import Model
-from deepinfer_jax.model import block, draft, forward, head, hyper
+from deepinfer_jax.model import draft, head
+from deepinfer_jax.model.capture import Capture
 from deepinfer_jax.model.program import program
-from deepinfer_jax.numerics import Numerics, rms_norm
+from deepinfer_jax.numerics import Numerics
 from deepinfer_jax.rows import Rows
 from tests import every_role
 from tests.oracle import Oracle, random_model, read_folder
@@ -48,24 +49,26 @@ FAST = {"xla_backend_optimization_level": 0}
 @functools.partial(jax.jit, static_argnames=("cfg", "numerics"), compiler_options=FAST)
 def _traced(params, made, rows, cache, where, cfg, numerics):
     """Numbers and decisions of every row by name, the cache, and the draft that would follow."""
-    seen, after = forward.trace(params, made, rows, cache, cfg, numerics)
-    call, _ = forward.make_call(params, made, rows, cache, cfg, numerics)
-    last = seen[-1][0]
-    u = hyper.collapse(last.pre, last.x, numerics)
-    output = rms_norm(u, params["norm"], cfg.rms_norm_eps, numerics)
-    hidden = forward.Hidden(output, last.taps, last.routed, rows)
-    after = draft.store_context(params, made, hidden, after, cfg, numerics)
-    count = len(cfg.engram_layer_ids)
+    wanted = Capture(
+        streams="all", router_weights="all", expert_mix="all", engram_rows="all",
+        selected=cfg.index_source_layer_ids, index_scores="all",
+        candidates=(cfg.candidate_source_layer_id,),
+    )  # fmt: skip
+    hidden, after = steps.extend(params, made, rows, cache, cfg, numerics, capture=wanted)
+    seen = hidden.captured
     out = {
-        "logits": head.logits(params, output, numerics),
-        "main_hidden": jnp.concatenate(list(last.taps), axis=-1),
-        "streams": jnp.stack([s.x for s, _ in seen], axis=1),
-        "experts": jnp.stack([r.route.experts for _, r in seen], axis=1),
-        "weights": jnp.stack([r.route.weights for _, r in seen], axis=1),
-        "engram": jnp.stack([block.engram_rows(call, n) for n in range(count)], axis=1),
-        "selected": jnp.stack([s.selected for s, _ in seen], axis=1),
-        "candidates": last.candidates,
+        "streams": seen.streams,
+        "experts": hidden.routed,
+        "weights": seen.router_weights,
+        "pre": seen.expert_mix.pre,
+        "engram": seen.engram_rows,
+        "selected": seen.selected,
+        "index_scores": seen.index_scores,
+        "candidates": seen.candidates,
     }
+    out = {name: jnp.moveaxis(value, 0, 1) for name, value in out.items()}  # rows first
+    out["logits"] = head.logits(params, hidden.output, numerics)
+    out["main_hidden"] = jnp.concatenate(list(hidden.taps), axis=-1)
     return out, after, draft.draft(params, made, after, *where, _greedy, cfg, numerics)
 
 
@@ -156,13 +159,24 @@ def check_decisions(cfg: ModelConfig, got: dict[str, np.ndarray], records, stop:
     np.testing.assert_array_equal(got["experts"], [r.router_ids for r in records])
     rows = [[r.engram_rows[layer] for layer in cfg.engram_layer_ids] for r in records]
     np.testing.assert_array_equal(got["engram"], rows)
-    for layer in cfg.index_source_layer_ids:
+    for place, layer in enumerate(cfg.index_source_layer_ids):
         want = _padded([r.index_topk[layer].tolist() for r in records], cfg.index_topk)
-        np.testing.assert_array_equal(got["selected"][:, layer], want, err_msg=f"layer {layer}")
+        np.testing.assert_array_equal(got["selected"][:, place], want, err_msg=f"layer {layer}")
+        check_scores(got["index_scores"][:, place], [r.index_scores[layer] for r in records])
     kept = [np.flatnonzero(r.candidate_blocks[cfg.candidate_source_layer_id]) for r in records]
     width = got["candidates"].shape[-1]
     want = _padded([k.tolist() for k in kept], width)
-    np.testing.assert_array_equal(got["candidates"], want)
+    np.testing.assert_array_equal(got["candidates"][:, 0], want)
+
+
+def check_scores(got: np.ndarray, scores: list[np.ndarray]) -> None:
+    """Index scores [rows, entries]: of the entries that there were, outside of candidates -inf."""
+    for row, want in zip(got, scores, strict=True):
+        known = np.isfinite(want)
+        np.testing.assert_array_equal(np.isfinite(row[: len(want)]), known)
+        assert not np.isfinite(row[len(want) :]).any()
+        if known.any():
+            assert close(row[: len(want)][known][None], want[known][None]).all()
 
 
 def check_draft(got: Any, want: Any) -> None:
@@ -189,6 +203,7 @@ def compare(config: dict, mode: str, seed: int, folder) -> None:
         "main_hidden": np.stack([r.main_hidden for r in records]),
         "streams": np.stack([np.stack(r.block_out) for r in records]),
         "weights": np.stack([np.stack(r.router_weights) for r in records]),
+        "pre": np.stack([np.stack(r.pre_mix) for r in records]),
     }
     stop = len(records) if mode == "fp32" else before_flips(got["streams"], want["streams"])
     for name, value in want.items():

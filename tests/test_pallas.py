@@ -20,6 +20,7 @@ from deepinfer_jax.numerics import Numerics, rows_for, startup
 from deepinfer_jax.numerics.pallas import grouped, products, schedule
 from deepinfer_jax.numerics.pallas import stored as addressing
 from deepinfer_jax.numerics.pallas.schedule import Schedule
+from kernels_bridge.machine import named
 from tests import test_numerics as primitives
 from tests.test_numerics import as_dtype, normal
 
@@ -59,7 +60,7 @@ def test_values_are_those_of_the_forms_of_a_cpu(dtype, bound):
 
 
 def test_rows_do_not_see_each_other():
-    few, more = made("float32", 3), made("float32", 20)
+    few, more = made("bfloat16", 3), made("bfloat16", 20)
     for name, got in few.items():
         np.testing.assert_array_equal(bits(got), bits(more[name][:3]), err_msg=name)
 
@@ -99,13 +100,46 @@ def product(x, weight, how=SMALL, apart=None):
 
 @pytest.mark.parametrize("format", STORAGES)
 def test_a_weight_decoded_in_the_kernel_is_the_weight_it_stands_for(format):
-    """Rows, columns and K leave a rest in every tile."""
+    """Rows, columns and K leave a rest in every tile, whichever operand the weight is."""
     weight = stored(format, 40, 96)
     x = jnp.asarray(normal(4, 19, 1, 96)).astype(jnp.bfloat16)
     got = product(x, weight)
+    turned = product(x, weight, dataclasses.replace(SMALL, turned=True))
+    np.testing.assert_array_equal(bits(turned), bits(got))
     np.testing.assert_array_equal(bits(got), bits(product(x, quant.dequantize(weight))))
     want = np.asarray(x[:, 0], np.float64) @ np.asarray(quant.dequantize(weight), np.float64).T
     np.testing.assert_allclose(got[:, 0], want, atol=2e-6 * np.abs(want).max())
+
+
+@pytest.mark.parametrize(
+    "format", [pytest.param("fp8_block", marks=pytest.mark.exhaustive), "fp4_group"]
+)
+def test_a_layer_stays_in_its_stack(format):
+    """Cut out of it, read from it, and cut out because the stack is out of reach: equal bits."""
+    stack = stored(format, 3, 40, 96)
+    x = jnp.asarray(normal(4, 5, 96)).astype(jnp.bfloat16)
+
+    @functools.partial(jax.jit, static_argnames="numerics")
+    def run(x, stack, layer, numerics):
+        return nx.dot(x, nx.at_layer(stack, layer, numerics), numerics)
+
+    alone = jax.tree.map(lambda a: a[2], stack)
+    want = product(x[:, None], alone, None)[:, 0]
+    np.testing.assert_array_equal(bits(run(x, stack, 2, NATIVE)), bits(want))
+    slope = jax.grad(lambda x: jnp.sum(run(x, stack, 2, NATIVE)))(x)
+    columns = np.asarray(quant.dequantize(alone, jnp.float32)).sum(axis=0)
+    np.testing.assert_allclose(slope[3].astype(np.float32), columns, atol=0.05)
+
+
+def test_a_stack_out_of_reach_is_cut():
+    stack = quant.Quantized(
+        jax.ShapeDtypeStruct((60, 8192, 5120), jnp.uint8),
+        jax.ShapeDtypeStruct((60, 256, 160), jnp.uint8), "fp8_block",
+    )  # fmt: skip
+    assert 1 << 31 < 60 * 8192 * 5120 < 1 << 32
+    cut = jax.eval_shape(lambda s: addressing.reachable(addressing.at_layer(s, 1)), stack)
+    assert isinstance(cut, quant.Quantized)
+    assert cut.codes.shape == (8192, 5120)
 
 
 def test_every_code_is_decoded_exactly():
@@ -155,12 +189,14 @@ def test_parts_divide_k(k, n):
 def test_experts_come_from_the_whole_stack():
     weight = stored("fp4_group", 2, 3, 40, 96)
     x = jnp.asarray(normal(4, 64, 96)).astype(jnp.bfloat16)
-    expert = jnp.array([0, 2, 1, 1], jnp.int32)
+    expert, live = jnp.array([0, 2, 1, 1], jnp.int32), jnp.array([16, 3, 16, 0], jnp.int32)
+    x = x.at[19:32].set(jnp.nan)  # nobody reads what does not count
     run = functools.partial(grouped.product, rows=16, dtype="float32", interpret=True, how=SMALL)
-    got = np.asarray(jax.jit(run)(x, weight, jnp.int32(1), expert, jnp.int32(3)))
+    got = np.asarray(jax.jit(run)(x, weight, jnp.int32(1), expert, live, jnp.int32(3)))
     table = np.asarray(quant.dequantize(weight, jnp.float32), np.float64)[1]
     tiles = np.asarray(x, np.float64).reshape(4, 16, 96)[:3]
     want = np.einsum("tmk,tnk->tmn", tiles, table[[0, 2, 1]]).reshape(48, 40)
+    got[19:32] = want[19:32] = 0
     np.testing.assert_allclose(got[:48], want, atol=2e-6 * np.abs(want).max())
 
 
@@ -210,7 +246,43 @@ def test_gradients_ignore_what_no_product_has_written():
         np.testing.assert_allclose(left, right, atol=2e-5 * float(jnp.abs(right).max()))
 
 
+# -- other kernels ---------------------------------------------------------------------------------
+
+
+def mixed(raw, numerics):
+    scale, base = np.float32([1, 0.7, 1.3]), normal(5, 24)
+    return nx.mixes(raw, scale, base, 4, 20, 1e-6, numerics)
+
+
+def test_mixes_are_those_of_a_cpu_wherever_the_row_stands():
+    rows = normal(6, 20, 24)
+    raw = jnp.asarray(np.concatenate([rows, rows[::-1]]))
+    run = jax.jit(mixed, static_argnums=1)
+    for got, want in zip(run(raw, FLOAT32), run(raw, Numerics.fp32()), strict=True):
+        np.testing.assert_allclose(got, want, rtol=2e-6, atol=1e-7)
+        np.testing.assert_array_equal(bits(got[:20]), bits(got[20:][::-1]))
+
+
+@pytest.mark.exhaustive
+def test_gradients_of_mixes_are_those_of_a_cpu():
+    raw = jnp.asarray(normal(6, 5, 24))
+
+    def slope(numerics):
+        return jax.jit(jax.grad(lambda x: sum(jnp.sum(jnp.sin(v)) for v in mixed(x, numerics))))
+
+    left, right = slope(FLOAT32)(raw), slope(Numerics.fp32())(raw)
+    np.testing.assert_allclose(left, right, atol=1e-6)
+
+
+def test_index_keys_at_once():
+    """On a GPU few rows look at many keys, so that the host is asked seldom."""
+    assert nx.index_width(1, Numerics.native()) == 512
+    assert [nx.index_width(t, NATIVE) for t in (1, 64, 4096)] == [65536, 8192, 512]
+
+
 # -- which form runs where -------------------------------------------------------------------------
+
+CPU, GPU = named("cpu"), named("sm_90")
 
 
 def test_forms_of_back_ends():
@@ -223,15 +295,15 @@ def test_forms_of_back_ends():
 @pytest.mark.parametrize(
     ("form", "around", "reason"),
     [
-        ("tiled", {"backend": "gpu"}, "invariant on a CPU only"),
-        ("pallas", {"backend": "cpu"}, "kernels for an NVIDIA GPU"),
+        ("tiled", {"machine": GPU}, 'is for cpu, this is cuda: use rows="pallas"'),
+        ("pallas", {"machine": CPU}, 'is for cuda, this is cpu: use rows="tiled"'),
         ("tiled", {"xla_flags": "--xla_cpu_enable_fast_math=true"}, "reassociate"),
         ("tiled", {"xla_flags": "--a --xla_cpu_enable_fast_math"}, "reassociate"),
         ("tiled", {"xla_flags": "--xla_cpu_enable_fast_math=TRUE --b"}, "reassociate"),
         ("tiled", {"xla_flags": "--xla_cpu_enable_fast_math='true'"}, "reassociate"),
         ("tiled", {"xla_flags": "--xla_cpu_enable_fast_math=1"}, "reassociate"),
         ("tiled", {"xla_flags": "flags.txt"}, "names a file"),
-        ("pallas", {"backend": "gpu", "matmul_precision": "tensorfloat32"}, "'tensorfloat32'"),
+        ("pallas", {"machine": GPU, "matmul_precision": "tensorfloat32"}, "'tensorfloat32'"),
         ("tiled", {"x64": True}, "64-bit"),
         ("tiled", {"disable_jit": True}, "one by one"),
     ],
@@ -239,20 +311,20 @@ def test_forms_of_back_ends():
 def test_settings_that_break_the_promise_are_refused(form, around, reason):
     numerics = dataclasses.replace(Numerics.native(), rows=form)
     with pytest.raises(ValueError, match=reason):
-        startup.check(numerics, startup.Surroundings(**{"backend": "cpu", **around}))
+        startup.check(numerics, startup.Surroundings(**{"machine": CPU, **around}))
 
 
 @pytest.mark.parametrize("form", ["batched", "dense"])
 def test_no_promise_no_refusal(form):
     numerics = dataclasses.replace(Numerics.native(), rows=form)
     flags = "--xla_cpu_enable_fast_math=true"
-    assert not startup.refusals(numerics, startup.Surroundings("tpu", flags, "high", True))
+    assert not startup.refusals(numerics, startup.Surroundings(named("tpu"), flags, "high", True))
 
 
 def test_harmless_settings_are_let_through():
     flags = "--xla_cpu_enable_fast_math=false --xla_allow_excess_precision=true"
-    assert not startup.refusals(Numerics.native(), startup.Surroundings("cpu", flags))
-    assert not startup.refusals(NATIVE, startup.Surroundings("cpu"))
+    assert not startup.refusals(Numerics.native(), startup.Surroundings(CPU, flags))
+    assert not startup.refusals(NATIVE, startup.Surroundings(CPU))
     assert not startup.refusals(
-        Numerics.native(rows=rows_for("gpu")), startup.Surroundings("gpu", "")
+        Numerics.native(rows=rows_for("gpu")), startup.Surroundings(GPU, "")
     )

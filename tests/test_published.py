@@ -158,7 +158,7 @@ def test_what_is_set_is_shown_with_what_to_write(capsys, environment):
 def test_the_three_answers_read_as_sentences():
     by_name = {setting.name: variables.describe(setting) for setting in SETTINGS}
     assert "here   not needed, because " in by_name["GLOO_TIMEOUT"]
-    assert "here   not yet: experts" in by_name["EXPERT_COUNT_WINDOW_SIZE"]
+    assert "here   not yet: " in by_name["COMPUTE_SUM_SMALLER_PROBS"]
     assert "here   by request\n" in by_name["DECODE_TOKEN_BLACKLIST"]
 
 

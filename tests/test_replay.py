@@ -31,7 +31,7 @@ PROMPTS = (27, 21)
 MASK, COMPACT = Replay("mask", KEEP), Replay("compact", KEEP)
 DTYPES = (
     pytest.param("float32", marks=pytest.mark.exhaustive),
-    pytest.param("bfloat16", marks=pytest.mark.slow),
+    pytest.param("bfloat16", marks=[pytest.mark.slow, pytest.mark.exhaustive]),
 )
 
 

@@ -123,6 +123,7 @@ def drafted() -> dict[int, di.Result]:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive  # by default edits are held to a reference in tests/test_edits.py
 def test_replies_are_those_by_hand():
     """With drafts, beside others, in chunks and after preemption: tokens and numbers."""
     for n, result in drafted().items():
@@ -132,6 +133,7 @@ def test_replies_are_those_by_hand():
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_replies_do_what_their_options_say():
     for n, result in drafted().items():
         kind, most = n % len(KINDS), requests()[n].options.max_tokens

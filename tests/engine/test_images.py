@@ -177,7 +177,7 @@ def planned(running: Engine, group: list[Request]) -> list:
     model, room = running._model, running._sizes
     wanted = warming.needs(group, room, model.cfg.vision)
     moves = planning.OFF.moves(running._memory)
-    every = warming.planned(model, room, wanted, moves, *running._device.state())
+    every = warming.planned(model, room, wanted, moves, running._device.state())
     return [
         (each.program.__name__, signature(each.program, each.args, each.more)) for each in every
     ]

@@ -25,9 +25,11 @@ def request(length, reply):
 @given(count=st.integers(1, 100), batch_size=st.none() | st.integers(1, 40))
 def test_slots_hold_the_requests_or_the_batch(count, batch_size):
     slots = sizes.slots_for(count, batch_size)
-    most = sizes.DEFAULT_SLOTS if batch_size is None else batch_size
-    assert slots == most or (count <= slots < 2 * count and slots & (slots - 1) == 0)
-    assert slots <= most
+    if batch_size is None:
+        assert slots == (1 if count == 1 else sizes.DEFAULT_SLOTS)
+    else:
+        assert slots == batch_size or (count <= slots < 2 * count and slots & (slots - 1) == 0)
+        assert slots <= batch_size
 
 
 @given(asked=st.lists(st.tuples(st.integers(1, 3000), st.integers(1, 900)), min_size=1, max_size=4))

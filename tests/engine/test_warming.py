@@ -84,7 +84,7 @@ def test_the_list_of_programs(policy, ruled, labels):
     running = Engine(tiny_model.model(), SIZES, policy=policy)
     wanted = warming.Needs((32, 256), True, True, ruled, ruled)
     moves = policy.moves(policy.start(3, 5))
-    every = warming.planned(tiny_model.model(), SIZES, wanted, moves, *running._device.state())
+    every = warming.planned(tiny_model.model(), SIZES, wanted, moves, running._device.state())
     found = [each.label for each in every]
     prompts = [
         f"prompts, {n} rows{m}" for n in (32, 256) for m in ("", " under grammars")[: 1 + ruled]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -109,34 +107,3 @@ def test_what_does_not_fit_the_placement_is_refused():
         eplb.count_experts(np.ones((1, 3, 1), int), 5, np.ones(2, bool))
     with pytest.raises(ValueError, match="size must be at least 1, got 0"):
         eplb.make_window(0, 1, 2)
-
-
-# -- the picture ----------------------------------------------------------------------------------
-
-
-def test_a_picture_shows_the_worst_layer_and_every_step():
-    pyplot = pytest.importorskip("matplotlib.pyplot")
-    pyplot.switch_backend("agg")
-    before = np.array([[[1.0, 1.0], [3.0, 1.0]]] * 3)
-    after = np.array([[[1.0, 1.0], [2.0, 2.0]]] * 2)
-    axes = eplb.plot_loads(before, after)
-    assert [bar.get_height() for bar in axes[0].patches] == [1.5, 0.5, 1.0, 1.0]
-    assert "layer 1" in axes[0].get_ylabel()
-    lines = [line.get_xydata().tolist() for line in axes[1].lines[:2]]
-    assert lines == [[[0, 4 / 3], [1, 4 / 3], [2, 4 / 3]], [[3, 1], [4, 1]]]
-    assert [text.get_text() for text in axes[1].get_legend().texts] == [
-        "before: 1.333", "after: 1.000",
-    ]  # fmt: skip
-    assert eplb.plot_loads(after, after, axes) is axes
-    pyplot.close("all")
-
-
-def test_a_picture_of_nothing_or_without_matplotlib_is_refused(monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    loads = np.ones((2, 1, 3))
-    with pytest.raises(ImportError, match=r"deepinfer-jax\[notebooks\]"):
-        eplb.plot_loads(loads, loads)
-    with pytest.raises(ValueError, match=r"got \(2, 1, 3\) and \(2, 1, 4\)"):
-        eplb.plot_loads(loads, np.ones((2, 1, 4)))
-    with pytest.raises(ValueError, match="at least one step"):
-        eplb.plot_loads(loads[:0], loads)

@@ -40,10 +40,11 @@ class Fake:
     def __init__(self):
         self.asked = []
 
-    def load(self, name, max_length, rows):
+    def load(self, name, max_length, rows, onto=None):
         return types.SimpleNamespace(
             numerics=Numerics(),
             confidence_temperatures=(),
+            max_length=256,
             cfg=types.SimpleNamespace(most_drafts=0),
         )
 
@@ -197,11 +198,11 @@ def test_a_report_replaces_reports_only_and_whole(replies, task, tmp_path, capsy
         assert run(*score, other) == 2
         assert "holds something that is no report: give another file" in capsys.readouterr().err
         assert other.read_bytes() == content
-    (tmp_path / "report.json.writing").symlink_to("/dev/full")
+    (tmp_path / "report.json.partial").symlink_to("/dev/full")
     assert run(*score, report) == 1
     assert f"--out {report} cannot be written: No space left" in capsys.readouterr().err
     assert report.read_bytes() == before
-    assert {path.name for path in tmp_path.glob("*.writing")} == set()
+    assert {path.name for path in tmp_path.glob("*.partial")} == set()
 
 
 def test_a_shipped_task_is_known_by_its_ids(fake, tmp_path, capsys):

@@ -28,7 +28,7 @@ from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.model import attention, draft, forward, head, hyper, index
 from deepinfer_jax.model import block as blocks
 from deepinfer_jax.model.program import ordinals
-from deepinfer_jax.numerics import Numerics, rms_norm
+from deepinfer_jax.numerics import Numerics, at_layer, rms_norm
 from deepinfer_jax.rows import Rows
 from tests.golden import adapter_images, compare
 from tests.golden.reader import Arrays, Folder
@@ -168,11 +168,11 @@ def _index_scores(call: blocks.Call, layer: int, x: jax.Array, s: blocks.Stream)
     """
     cfg, numerics, kind = call.cfg, call.numerics, call.cfg.kinds()[layer]
     assert s.cache is not None
-    p = blocks.block_params(call.params["layers"], layer)
+    p = blocks.block_params(call.params["layers"], layer, call.numerics)
     low = attention.query(p["attn"], x, call.yarn, cfg, numerics).low
     places, which = ordinals(cfg), cfg.ratios.index(kind.ratio)
     own = {
-        n: blocks.at_layer(call.params["indexer"][n], int(places.indexer[layer]))
+        n: at_layer(call.params["indexer"][n], int(places.indexer[layer]), numerics)
         for n in ("wq_b", "weights_proj")
     }
     query = index.index_query(own, x, low, call.yarn, cfg, numerics)

@@ -20,7 +20,7 @@ from deepinfer_jax import tables
 from deepinfer_jax.config import LayerKind, ModelConfig
 from deepinfer_jax.model import attention, draft, forward, head, hyper, index
 from deepinfer_jax.model import block as blocks
-from deepinfer_jax.numerics import Numerics, rms_norm
+from deepinfer_jax.numerics import Numerics, at_layer, rms_norm
 from deepinfer_jax.rows import Rows
 from tests.golden import adapter, compare
 from tests.golden.adapter import Model
@@ -86,7 +86,7 @@ def _alone(cfg: ModelConfig, layer: int) -> LayerKind:
 def _block(call: blocks.Call, layer: int, s: blocks.Stream) -> Named:
     cfg, numerics, kind = call.cfg, call.numerics, _alone(call.cfg, layer)
     after, record = blocks.block(call, kind, layer, s)
-    p = blocks.block_params(call.params["layers"], layer)["attn"]
+    p = blocks.block_params(call.params["layers"], layer, call.numerics)["attn"]
     angle = call.yarn if kind.ratio else call.base
     out = {
         "prefill.attn_out": record.attention,
@@ -128,7 +128,7 @@ def _ending(call: blocks.Call, given: tuple[Given, ...], ends: Ends) -> Named:
     context = draft.context(params, ends.taps, cfg, numerics)
     own = params["draft"]["layers"]["attn"]
     rings = [
-        attention.window_kv(blocks.at_layer(own, n), context, call.base, cfg, numerics)
+        attention.window_kv(at_layer(own, n, numerics), context, call.base, cfg, numerics)
         for n in range(cfg.num_nextn_predict_layers)
     ]
     return {

@@ -428,7 +428,7 @@ def test_engram_write(ops: Arrays, released: config.ModelConfig) -> None:
     hashed = jnp.asarray(ops["engram.op.hash"][0])
 
     def write(p, index_rows, x, dead):
-        return engram.write(p, index_rows, x, dead, cfg, FP32)
+        return engram.write(p, index_rows, x, dead, cfg, FP32)[0]
 
     out = run(write, {"embed": table, **weights}, hashed, jnp.asarray(x), dead)
     near(out, ops["engram.op.out"][0], 2e-6)

@@ -18,6 +18,7 @@ ALONE = {
     "drafts",
     "engine",
     "gradient",
+    "mesh",
     "neighbours",
     "padding",
     "preemption",

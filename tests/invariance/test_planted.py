@@ -31,6 +31,7 @@ OTHER_PROGRAMS = (
     ("remat", "scored"),
     ("speculation", "raw"),
     ("devices", "routed"),
+    ("mesh", "raw"),
 )
 
 

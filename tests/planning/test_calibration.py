@@ -1,7 +1,5 @@
 """Temperatures, calibration errors and their picture."""
 
-import sys
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -93,33 +91,6 @@ def test_what_is_no_prediction_is_refused(probability, label, message):
 def test_what_is_no_round_is_refused(logits, accepted, message):
     with pytest.raises(ValueError, match=message):
         planning.fit_temperatures(logits, accepted)
-
-
-class Axes:
-    """Keeps what was drawn."""
-
-    def __init__(self):
-        self.drawn = {}
-
-    def __getattr__(self, name):
-        return lambda *args, **keywords: self.drawn.update({name: (args, keywords)})
-
-
-def test_a_picture_shows_the_bins_that_have_predictions():
-    bins = planning.reliability(np.array([0.1, 0.9, 0.9]), np.array([0, 1, 1]))
-    axes = Axes()
-    assert planning.plot_reliability(bins, axes) is axes
-    (x, y), style = axes.drawn["scatter"]
-    np.testing.assert_allclose(x, [0.1, 0.9])
-    np.testing.assert_array_equal(y, [0.0, 1.0])
-    np.testing.assert_allclose(style["s"], [400 / 3, 800 / 3])
-
-
-def test_a_picture_without_matplotlib_is_refused_with_the_remedy(monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    bins = planning.reliability(np.array([0.1]), np.array([0]))
-    with pytest.raises(ImportError, match=r"deepinfer-jax\[notebooks\]"):
-        planning.plot_reliability(bins)
 
 
 def test_no_scaling_is_among_the_temperatures():

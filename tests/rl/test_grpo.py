@@ -30,7 +30,7 @@ def small(monkeypatch):
     def step(task, state, number):
         slope = jnp.sin(state.params["w"] * (number + 1))
         moments = state.moments * 0.5 + slope
-        record = Step(number, number / 8, 0.5, 3, 0.0, 0.0, 0.0, 0.01, 0.02)
+        record = Step(number, number / 8, 0.5, 0.75, 3, 0.0, 0.0, 0.0, 0.01, 0.02)
         return State({"w": state.params["w"] - moments}, moments), record
 
     start = State({"w": jnp.arange(3.0)}, jnp.zeros(3))
@@ -54,6 +54,37 @@ def test_an_interrupted_run_ends_as_a_whole_one(small, tmp_path, capsys):
     assert len(capsys.readouterr().out.splitlines()) == 12
 
 
+def test_a_run_that_was_killed_while_it_wrote_goes_on(small, tmp_path):
+    """Half a line of the log is no step; nothing else is written in place."""
+    whole = grpo.run(task(), tmp_path / "whole", every=2)
+    grpo.run(task(), tmp_path / "part", every=2, until=4)
+    with open(tmp_path / "part" / "log.jsonl", "a", encoding="utf-8") as log:
+        log.write('{"step": 4, "rew')
+    assert len(grpo.read_log(tmp_path / "part" / "log.jsonl")) == 4
+    assert grpo.run(task(), tmp_path / "part", every=2)["digest"] == whole["digest"]
+    assert len(grpo.read_log(tmp_path / "part" / "log.jsonl")) == 6
+
+
+def test_a_run_that_has_ended_is_not_made_again(small, tmp_path, monkeypatch):
+    found = grpo.run(task(), tmp_path, every=2)
+    monkeypatch.delattr(grpo, "train_step")
+    monkeypatch.delattr(grpo, "evaluate")
+    assert grpo.run(task(), tmp_path, every=2) == found
+
+
+def test_what_is_no_step_of_the_run_is_refused(small, tmp_path):
+    with pytest.raises(ValueError, match=r"every .* at least 1, got 0"):
+        grpo.run(task(), tmp_path, every=0)
+    for until in (0, 7):
+        with pytest.raises(ValueError, match=rf"until .* lie in 1..6, .* got {until}"):
+            grpo.run(task(), tmp_path, until=until)
+    assert not list(tmp_path.iterdir())
+    grpo.run(task(), tmp_path, every=2, until=4)
+    (tmp_path / "log.jsonl").unlink()
+    with pytest.raises(ValueError, match="has 0 steps, the last checkpoint is after 4"):
+        grpo.run(task(), tmp_path)
+
+
 def test_a_run_says_what_it_was(small, tmp_path):
     found = grpo.run(task(), tmp_path / "one")
     assert json.loads((tmp_path / "one" / "summary.json").read_text("utf-8")) == found
@@ -66,7 +97,7 @@ def test_a_run_says_what_it_was(small, tmp_path):
 def test_a_folder_of_other_settings_is_refused(small, tmp_path):
     grpo.run(task(), tmp_path, until=1)
     other = dataclasses.replace(SETTINGS, rate=0.5)
-    with pytest.raises(ValueError, match=r"holds a run of other settings \(rate=5e-05\)"):
+    with pytest.raises(ValueError, match=r"holds a run of other settings \(rate=0.00015\)"):
         grpo.run(task(other), tmp_path)
 
 
@@ -77,7 +108,10 @@ def test_a_digest_names_every_bit():
     assert grpo.digest(moved) != grpo.digest(one)
 
 
-@pytest.mark.parametrize("changes", [{"steps": 0}, {"members": 1}, {"rate": 0.0}, {"groups": 0}])
+CHANGES = ({"steps": 0}, {"members": 1}, {"rate": 0.0}, {"groups": 0}, {"temperature": 0.0})
+
+
+@pytest.mark.parametrize("changes", CHANGES)
 def test_settings_without_sense_are_refused(changes):
     (name,) = changes
     with pytest.raises(ValueError, match=name):

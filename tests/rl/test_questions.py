@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 
 import pytest
@@ -45,13 +44,11 @@ def test_what_is_right_of_a_wrong_reply_counts():
     items = answer(asked).split()
     kept = [asked.reward(" ".join([*items[:count], "0"])) for count in range(len(items))]
     assert kept == [CREDIT * count / len(items) for count in range(len(items))]
-    names = (f"x{number}" for number in itertools.count())
-    asked = next(
-        q for q in (question(5, n, "extraction") for n in names) if len(q.verify.answer) == 1
-    )
-    member = answer(asked)[1:-1]
-    assert asked.reward(f"{{{member}, {member}}}") == CREDIT * 2 / 3  # a key twice is no JSON here
-    assert asked.reward(f'{{{member}, "a": 1, "b": 2}}') == CREDIT * 2 / 4
+    asked = question(5, "x", "extraction")
+    one, two = (json.dumps({key: value})[1:-1] for key, value in asked.verify.answer.items())
+    assert asked.reward(f"{{{one}}}") == CREDIT * 2 / 3
+    assert asked.reward(f"{{{one}, {one}}}") == CREDIT * 2 / 4  # a key twice is no JSON here
+    assert asked.reward(f'{{{one}, {two}, "a": 1}}') == CREDIT * 4 / 5
 
 
 def test_questions_of_a_run_take_turns_and_fit_the_program():

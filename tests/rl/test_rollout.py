@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -155,6 +156,36 @@ def _moved(weights, slope, state):
 def _share_of_odd_tokens(made: rl.Rollout) -> np.ndarray:
     odd = made.sampled & (made.tokens[:, 1:] % 2 == 1)
     return (odd.sum(axis=1) / made.sampled.sum(axis=1)).astype(np.float32)
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+def test_a_step_along_the_gradient_lowers_the_loss_of_its_batch():
+    """By what the slope says, as far as weights in bfloat16 follow: measured 1.1 of it. A token
+    that the new weights' truncation removes has a ratio of 0 and leaves no NaN.
+    """
+    model, weights = tiny_model.model(), masters()
+    chosen = options(100, temperature=(1.0, 0.9, 1.2), top_p=(1.0, 0.95, 1.0))
+    made = roll(weights, chosen, every_round(0))
+    advantages = _share_of_odd_tokens(made) - _share_of_odd_tokens(made).mean()
+
+    def gradient(at):
+        return _gradient(
+            at, model.tables, made, advantages, chosen, model.cfg, model.numerics
+        )  # fmt: skip
+
+    slope, before = gradient(weights)
+    steepness = _length(slope)
+    size = np.float32(0.1 / steepness)
+    again, after = gradient(jax.tree.map(lambda w, g: w - size * g, weights, slope))
+    fall = float(before.loss) - float(after.loss)
+    assert 0.5 < fall / (0.1 * steepness) < 1.5
+    assert float(after.kl) == float(after.processed) == np.inf
+    assert np.isfinite(_length(again))
+
+
+def _length(tree) -> float:
+    return math.sqrt(sum(float(np.vdot(leaf, leaf)) for leaf in jax.tree.leaves(tree)))
 
 
 def test_one_last_bit_would_be_noticed():

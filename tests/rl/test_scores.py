@@ -127,7 +127,21 @@ def test_what_does_not_fit_is_refused():
     numbers = np.zeros((B, P + NEW - 1), np.float32)
     made = rl.Rollout(nothing, LENGTHS, LENGTHS, *[numbers] * 3, LENGTHS > 0, np.int32(0))
     refused(r"micro .* divide the 3 replies", rl.score, rollout=made, sampling=SAMPLING, micro=2)
+    given = {"rollout": made, "sampling": SAMPLING, "advantages": np.zeros(B, np.float32)}
+    one, early = {"advantages": np.zeros(1, np.float32)}, np.zeros((1, P + NEW - 1), np.float32)
+    for message, change in (
+        (r"advantages must have shape \[3\].* got \[1\]", one),
+        (r"reference must have shape \[3, 12\].* got \[1, 12\]", {"reference": early}),
+        (r"clip must be above 0", {"clip": 0.0}),
+        (r"beta must be at least 0", {"beta": float("nan")}),
+        (r"beta=0.1 .* pass reference", {"beta": 0.1}),
+    ):
+        refused(message, rl.policy_gradient, **(given | change))
     whole = {"prompts": prompts(), "lengths": LENGTHS, "sampling": SAMPLING, "new": NEW}
+    refused(
+        r"lengths must have shape \[3\]", rl.rollout, stops=NO_STOPS,
+        **(whole | {"lengths": LENGTHS[:1]}),
+    )  # fmt: skip
     refused(r"stops must have shape \[K\]", rl.rollout, stops=np.zeros((2, 1), np.int32), **whole)
     refused(
         r"limits must have shape \[3\]", rl.rollout, stops=NO_STOPS, limits=np.ones(2, np.int32),

@@ -33,6 +33,7 @@ def made() -> list[rl.SampledTokens]:
     return sample(prompt_logprobs=True)
 
 
+@pytest.mark.exhaustive
 def test_rows_are_those_of_generate():
     """Each with its own options; the end token of the model is none unless it is named."""
     asked = [

@@ -45,6 +45,7 @@ def _both(weights, tables, tokens, positions):
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("quick_compile")
 def test_training_form_equals_the_serving_draft():
     positions = jnp.array([[2, 9, 15], [1, 12, 18]], jnp.int32)
