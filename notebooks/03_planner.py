@@ -13,8 +13,9 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 import deepinfer_jax as di
-from deepinfer_jax import planning, rounds
+from deepinfer_jax import planning, plots, rounds
 
+plots.use_style()
 model = di.load("spark-tiny")
 block = model.cfg.dspark_block_size
 
@@ -154,7 +155,7 @@ plt.show()
 # ## Is the confidence right?
 #
 # A calibrated confidence of 0.8 is right eight times in ten. `planning.reliability` counts, and
-# `planning.plot_reliability` draws it; here on invented rounds of a drafter that is too sure of
+# `plots.reliability` draws it; here on invented rounds of a drafter that is too sure of
 # itself, before and after `planning.fit_temperatures`.
 
 # %%
@@ -170,7 +171,7 @@ for which, (title, heat) in zip(axes, heats.items(), strict=True):
     alive = np.asarray(
         planning.survival(planning.probabilities(2 * logits, jnp.array(heat, jnp.float32)))
     )
-    planning.plot_reliability(planning.reliability(alive[:, 1], right > 1), which)
+    plots.reliability(planning.reliability(alive[:, 1], right > 1), which)
     which.set_title(f"second draft, {title}")
 plt.show()
 print(
