@@ -97,7 +97,8 @@ def load(folder: Path, devices: int) -> dict[str, Any]:
     cfg = ModelConfig.from_json(folder)
     sharding = None
     if devices > 1:
-        sharding = params.shardings(cfg, axes.make_mesh({"device": devices}), RULES)
+        mesh = axes.make_mesh({"device": devices})
+        sharding = axes.shardings(params.abstract(cfg), mesh, RULES)
     jax.block_until_ready(jax.numpy.zeros(()))
     base, start, busy = peak_bytes(), time.perf_counter(), time.process_time()
     tree = jax.block_until_ready(checkpoint.load_params(folder, cfg, sharding))

@@ -13,12 +13,13 @@ import jax
 
 @dataclasses.dataclass(frozen=True, order=True, slots=True)
 class Kernel:
-    """Begin and end in nanoseconds, its name, and the name of the program that it belongs to."""
+    """Begin and end in nanoseconds, its name, and of its program the name and the instruction."""
 
     begin: int
     end: int
     name: str
     program: str
+    op: str = ""
 
 
 def recorded(run: Callable[[], Any]) -> tuple[Any, list[Kernel]]:
@@ -34,7 +35,13 @@ def recorded(run: Callable[[], Any]) -> tuple[Any, list[Kernel]]:
             made = jax.block_until_ready(run())
         (file,) = Path(folder).rglob("*.xplane.pb")
         found = [
-            Kernel(event.start_ns, event.start_ns + event.duration_ns, event.name, _program(event))
+            Kernel(
+                event.start_ns,
+                event.start_ns + event.duration_ns,
+                event.name,
+                _stat(event, "hlo_module"),
+                _stat(event, "hlo_op"),
+            )
             for plane in jax.profiler.ProfileData.from_file(str(file)).planes
             if plane.name.startswith("/device:")
             for line in plane.lines
@@ -46,5 +53,5 @@ def recorded(run: Callable[[], Any]) -> tuple[Any, list[Kernel]]:
     return made, sorted(found)
 
 
-def _program(event: Any) -> str:
-    return next((str(value) for name, value in event.stats if name == "hlo_module"), "")
+def _stat(event: Any, wanted: str) -> str:
+    return next((str(value) for name, value in event.stats if name == wanted), "")
