@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 BOUND = 1e-4
 MEDIAN = 1e-5
 FLIPPED = 1e-3
-RARE = 0.002
+FEW = 0.2
 STAGES = ("prefill", "decode")
 
 
@@ -99,23 +99,30 @@ def _one_row(arrays: Arrays, name: str, row: int, count: int) -> np.ndarray:
 
 
 def test_drafts_agree_up_to_the_first_flip(folder: Folder, mode: str, scratch: Path) -> None:
+    """The drafter quantizes vectors of its own: a flip among them reaches every number drafted at
+    its place, and no logit shows it. How many there are depends on the processor's last bits.
+    """
     golden = folder.golden(mode)
     names = compare.recorded(golden, "dspark")
     if not names:
         pytest.skip(f"{folder.name} records no drafts in {mode}")
     produced = adapter.run(folder, mode, scratch).stage("dspark")
-    at = golden.wide("dspark.pos")
-    compared = 0
+    at, places = golden.wide("dspark.pos"), []
     for row, end in enumerate(_sound_until(folder, scratch)):
         sound = np.flatnonzero(at < end)
-        compared += sound.size
+        errors = np.zeros(sound.size)
         for name in names:
             got, want = (a.wide(name)[sound, row] for a in (produced, golden))
             if compare.is_choice(name):
                 assert compare.equal(name, got, want) is None, f"batch row {row}"
             else:
-                # The drafter quantizes vectors of its own, whose flips no logit shows.
                 assert compare.close(name, got, want, FLIPPED) is None, f"batch row {row}"
-                assert (np.abs(got - want) > BOUND).mean() < RARE, f"{name}, batch row {row}"
-    if not compared:
+                apart = np.abs(got - want)
+                of_place = tuple(range(1, apart.ndim))
+                errors = np.maximum(errors, apart.max(axis=of_place, initial=0.0))
+        places.append(errors)
+    compared = np.concatenate(places)
+    if not compared.size:
         pytest.skip(f"every draft of {folder.name} comes after a flip")
+    assert np.median(compared) < MEDIAN
+    assert (compared > BOUND).mean() <= FEW, f"largest errors of the places: {compared}"
