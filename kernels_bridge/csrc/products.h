@@ -40,14 +40,88 @@ inline void block(const float* x, const W* w, int64_t k, float* out, int64_t row
   }
 }
 
+#if defined(__AVX512F__) && defined(__AVX512DQ__)
+
+// Eight lanes each of two columns: the sums are those of `block`, two to a register.
+inline __m512 two(const float* low, const float* high) {
+  return _mm512_insertf32x8(_mm512_castps256_ps512(_mm256_loadu_ps(low)), _mm256_loadu_ps(high), 1);
+}
+
+inline __m512 two(const uint16_t* low, const uint16_t* high) {
+  const __m256i halves = _mm256_inserti128_si256(
+      _mm256_castsi128_si256(_mm_loadu_si128((const __m128i*)low)),
+      _mm_loadu_si128((const __m128i*)high), 1);
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16));
+}
+
+// `block` of an even number of columns whose k fills its lanes.
+template <int M, int N, class W>
+inline void pairs(const float* x, const W* w, int64_t k, float* out, int64_t row_stride) {
+  static_assert(N % 2 == 0);
+  __m512 sums[M][N / 2];
+  for (int m = 0; m < M; ++m) {
+    for (int n = 0; n < N / 2; ++n) sums[m][n] = _mm512_setzero_ps();
+  }
+  for (int64_t i = 0; i < k; i += kLanes) {
+    __m512 column[N / 2];
+    for (int n = 0; n < N / 2; ++n) column[n] = two(w + 2 * n * k + i, w + (2 * n + 1) * k + i);
+    for (int m = 0; m < M; ++m) {
+      const __m512 row = _mm512_broadcast_f32x8(_mm256_loadu_ps(x + m * k + i));
+      for (int n = 0; n < N / 2; ++n) sums[m][n] = _mm512_fmadd_ps(row, column[n], sums[m][n]);
+    }
+  }
+  const auto low = [](__m512 a) { return (Lanes)_mm512_castps512_ps256(a); };
+  const auto high = [](__m512 a) { return (Lanes)_mm512_extractf32x8_ps(a, 1); };
+  for (int m = 0; m < M; ++m) {
+    int n = 0;
+    for (; n + 2 <= N / 2; n += 2) {
+      const __m512 a = sums[m][n], b = sums[m][n + 1];
+      const Half all = totals(low(a), high(a), low(b), high(b));
+      std::memcpy(out + m * row_stride + 2 * n, &all, sizeof all);
+    }
+    if (n < N / 2) {
+      const __m512 a = sums[m][n];
+      const Half all = totals(low(a), high(a), low(a), high(a));
+      std::memcpy(out + m * row_stride + 2 * n, &all, 2 * sizeof(float));
+    }
+  }
+}
+
+constexpr int kTallest = 12;  // rows at once: with four columns they fill the registers
+
+// Columns at once: sums enough to hide one's latency, no more than there are registers for.
+constexpr int columns_for(int rows) { return rows > 6 ? 4 : rows > 1 ? 8 : 16; }
+
+template <int M, int N, class W>
+inline void columns_of(const float* x, const W* w, int64_t k, float* out, int64_t row_stride) {
+  if (k % kLanes == 0) {
+    pairs<M, N>(x, w, k, out, row_stride);
+  } else {
+    for (int n = 0; n < N; ++n) block<M, 1>(x, w + n * k, k, out + n, row_stride);
+  }
+}
+
+#else
+
+constexpr int kTallest = 6;
+
 // As many columns at once as keep twelve sums or fewer in registers, and no fewer than hide a sum's
 // latency.
+constexpr int columns_for(int rows) { return rows >= 4 ? 2 : rows >= 2 ? 4 : 8; }
+
+template <int M, int N, class W>
+inline void columns_of(const float* x, const W* w, int64_t k, float* out, int64_t row_stride) {
+  block<M, N>(x, w, k, out, row_stride);
+}
+
+#endif
+
 template <int M, class W>
 void strip(const float* x, const W* w, int64_t k, int64_t columns, float* out, int64_t row_stride) {
-  constexpr int kColumns = M >= 4 ? 2 : M >= 2 ? 4 : 8;
+  constexpr int kColumns = columns_for(M);
   int64_t n = 0;
   for (; n + kColumns <= columns; n += kColumns) {
-    block<M, kColumns>(x, w + n * k, k, out + n, row_stride);
+    columns_of<M, kColumns>(x, w + n * k, k, out + n, row_stride);
   }
   for (; n < columns; ++n) block<M, 1>(x, w + n * k, k, out + n, row_stride);
 }
@@ -62,10 +136,15 @@ void multiply(const float* x, int64_t rows, const W* w, int64_t k, int64_t colum
     x += taken * width;
     out += taken * row_stride;
   };
-  if (rows % 6 == 0) {
-    for (; rows; next(6)) strip<6>(x, w, k, columns, out, row_stride);
+  for (; rows >= kTallest; next(kTallest)) strip<kTallest>(x, w, k, columns, out, row_stride);
+  if (kTallest > 8 && rows >= 8) {
+    strip<8>(x, w, k, columns, out, row_stride);
+    next(8);
   }
-  for (; rows >= 4; next(4)) strip<4>(x, w, k, columns, out, row_stride);
+  if (rows >= 4) {
+    strip<4>(x, w, k, columns, out, row_stride);
+    next(4);
+  }
   if (rows == 3) strip<3>(x, w, k, columns, out, row_stride);
   if (rows == 2) strip<2>(x, w, k, columns, out, row_stride);
   if (rows == 1) strip<1>(x, w, k, columns, out, row_stride);

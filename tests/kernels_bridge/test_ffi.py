@@ -62,6 +62,26 @@ def test_neither_blocks_nor_threads_enter_a_product(dtype):
         np.testing.assert_array_equal(run(ffi.product, x[rows], w[11:14]), whole[rows, :, 11:14])
 
 
+def eight_lanes(x: np.ndarray, w: np.ndarray) -> np.ndarray:
+    """x [T, K] times w [N, K], both bfloat16, whose products are exact in float32: sums in eight
+    lanes over ascending k, then over the lanes, ((0+4) + (2+6)) + ((1+5) + (3+7)).
+    """
+    wide = [np.pad(a.astype(np.float32), ((0, 0), (0, -a.shape[1] % 8))) for a in (x, w)]
+    sums = np.zeros((len(x), len(w), 8), np.float32)
+    for k in range(0, wide[0].shape[1], 8):
+        sums = sums + wide[0][:, None, k : k + 8] * wide[1][None, :, k : k + 8]
+    four = sums[..., :4] + sums[..., 4:]
+    return (four[..., 0] + four[..., 2]) + (four[..., 1] + four[..., 3])
+
+
+@pytest.mark.parametrize("k", [8, 72, 203])
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 8, 11, 12, 29])
+def test_the_order_of_a_sum_is_the_same_on_every_processor(rows, k):
+    """Every height of a block, with columns that fill its width and some that do not."""
+    x, w = (normal(seed, n, k, dtype=ml_dtypes.bfloat16) for seed, n in ((17, rows), (18, 23)))
+    np.testing.assert_array_equal(run(ffi.product, x[:, None], w)[:, 0], eight_lanes(x, w))
+
+
 @pytest.mark.parametrize("dtype", TYPES)
 def test_tiles_meet_their_own_expert(dtype):
     x, w = normal(5, 6 * 4, 40, dtype=dtype), normal(6, 2, 3, 10, 40, dtype=dtype)
