@@ -9,6 +9,7 @@ of every role and layer, by the scopes in the code. Forms: our kernels ("pallas"
 
     python bench/gpu_decode.py --machine h200
     python bench/gpu_decode.py --machine h200 --batches 1 --contexts 4096 --kernels 40
+    python bench/gpu_decode.py --machine h200 --no-profile    # times alone: half the programs
     python bench/gpu_decode.py --machine local --small --batches 1 --contexts 64      # tries it
 """
 
@@ -168,15 +169,15 @@ def fresh(cfg: ModelConfig, numerics: Numerics, batch: int, context: int, room: 
 
 
 def compiled(
-    made: tuple[Any, Any], cfg: ModelConfig, numerics: Numerics, batch: int, room: int, steps: int
-) -> Any:
+    made: tuple[Any, Any], cfg: ModelConfig, numerics: Numerics, batch: int, room: int,
+    steps: int, profile: bool,
+) -> Any:  # fmt: skip
+    """The program as the engine runs it, and where wanted the one without graphs."""
     cache = jax.eval_shape(lambda: fresh(cfg, numerics, batch, 1, room))
     tokens = jax.ShapeDtypeStruct((batch,), jnp.int32)
     sampling = samplers.untruncated(samplers.make_sampling(batch, 1.0, seeds=range(batch)))
     lowered = decode.lower(*made, tokens, cache, sampling, cfg, numerics, steps)
-    if jax.default_backend() == "cpu":
-        return lowered.compile(), None
-    return lowered.compile(), lowered.compile(WITHOUT_GRAPHS)
+    return lowered.compile(), lowered.compile(WITHOUT_GRAPHS) if profile else None
 
 
 def cell(
@@ -185,7 +186,7 @@ def cell(
 ) -> dict[str, Any]:  # fmt: skip
     """One batch at one context: samples of a step, experts touched, breakdown.
 
-    programs: as the engine runs it, and without graphs.
+    programs: as `compiled` gives them.
     """
     program, apart = programs
     sampling = samplers.untruncated(samplers.make_sampling(batch, 1.0, seeds=range(batch)))
@@ -262,6 +263,10 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--repeats", type=int, default=4)
     parser.add_argument("--kernels", type=int, default=0, help="print the longest so many")
+    parser.add_argument(
+        "--profile", action=argparse.BooleanOptionalAction, default=True,
+        help="tell where the time of a step goes (not on a CPU)",
+    )  # fmt: skip
     parser.add_argument("--small", action="store_true", help="tiny widths, to try the script")
     parser.add_argument("--out", type=Path, help="folder of the result, default bench/results")
     given = parser.parse_args()
@@ -276,14 +281,20 @@ def main() -> None:
     def build(key: tuple[Form, int, int]) -> Any:
         form, batch, context = key
         numerics = numerics_of(form, given.small)
-        return compiled(made, cfg, numerics, batch, context + spare, given.steps)
+        profile = given.profile and jax.default_backend() != "cpu"
+        return compiled(made, cfg, numerics, batch, context + spare, given.steps, profile)
 
     begin = time.perf_counter()
     with ThreadPoolExecutor(1 if given.small else 12) as pool:
         programs = dict(zip(cells, pool.map(build, cells), strict=True))
     compile_s = time.perf_counter() - begin
     print(f"compiled in {compile_s:.0f} s", flush=True)
-    found = []
+    settings = {
+        "layers": cfg.num_hidden_layers, "weight_bytes": released.nbytes(made[0]),
+        "numerics": Numerics.native(rows="pallas").fingerprint(),
+        **{name: getattr(given, name) for name in ("steps", "repeats")},
+    }  # fmt: skip
+    answers = {"compile_s": compile_s, "bandwidth_bytes_per_s": speed, "results": []}
     for form, batch, context in cells:
         numerics = numerics_of(form, given.small)
         row = cell(
@@ -291,15 +302,12 @@ def main() -> None:
             given.steps, given.repeats, given.kernels,
         )  # fmt: skip
         row = {"form": form, "batch": batch, "context": context, **row}
-        found.append(answer(row, made[0], cfg, speed))
+        answers["results"].append(answer(row, made[0], cfg, speed))
         show(row)
-    settings = {
-        "layers": cfg.num_hidden_layers, "weight_bytes": released.nbytes(made[0]),
-        "numerics": Numerics.native(rows="pallas").fingerprint(),
-        **{name: getattr(given, name) for name in ("steps", "repeats")},
-    }  # fmt: skip
-    answers = {"compile_s": compile_s, "bandwidth_bytes_per_s": speed, "results": found}
-    print(write_result("gpu_decode", given.machine, __doc__, settings, answers, given.out, start))
+        path = write_result(  # what there is, should the rest not come to its end
+            "gpu_decode", given.machine, __doc__, settings, answers, given.out, start
+        )
+    print(path)
 
 
 if __name__ == "__main__":
