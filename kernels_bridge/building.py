@@ -34,15 +34,15 @@ class NoKernelsError(OSError):
     """The kernels cannot be built or loaded here; the message says why and what mends it."""
 
 
-def find_compiler() -> str:
-    """The first C++ compiler on the path; NoKernelsError where there is none."""
+def find_compiler(another: str = _ANOTHER) -> str:
+    """The first C++ compiler on the path; NoKernelsError where there is none, with the mend."""
     for name in COMPILERS:
         found = shutil.which(name)
         if found:
             return found
     raise NoKernelsError(
         f"the CPU kernels need a C++ compiler to be built with, and none of {', '.join(COMPILERS)} "
-        f"is on the path: install one (Debian: g++), or {_ANOTHER}"
+        f"is on the path: install one (Debian: g++), or {another}"
     )
 
 
@@ -69,11 +69,15 @@ def possible(include: str) -> bool:
         return False
 
 
-def build(include: str, folder: Path | None = None, source: Path | None = None) -> Path:
+def build(
+    include: str | None, folder: Path | None = None, source: Path | None = None,
+    another: str = _ANOTHER,
+) -> Path:  # fmt: skip
     """The built library, made now if `folder` (default: `cache_folder()`) does not hold it.
 
-    include: folder of XLA's headers, `jax.ffi.include_dir()`; source: what to compile (default:
-    `SOURCE`), with everything beside it.
+    include: folder of XLA's headers, `jax.ffi.include_dir()`, None for a source that needs none;
+    source: what to compile (default: `SOURCE`), with everything beside it; another: what to do
+    where it cannot be built.
 
     Raises NoKernelsError where there is no compiler, it fails, or the folder cannot be written.
     """
@@ -82,7 +86,7 @@ def build(include: str, folder: Path | None = None, source: Path | None = None) 
     try:
         path = _place(include, folder, source)
         if not path.exists():
-            _build(find_compiler(), include, source, path)
+            _build(find_compiler(another), include, source, path, another)
     except NoKernelsError:
         raise
     except OSError as error:
@@ -92,24 +96,25 @@ def build(include: str, folder: Path | None = None, source: Path | None = None) 
     return path
 
 
-def _place(include: str, folder: Path, source: Path) -> Path:
+def _place(include: str | None, folder: Path, source: Path) -> Path:
     return folder / f"{source.stem}-{_fingerprint(include, source)}.so"
 
 
-def _build(compiler: str, include: str, source: Path, path: Path) -> None:
+def _build(compiler: str, include: str | None, source: Path, path: Path, another: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     _sweep(path.parent)
     print("building the CPU kernels, once for this machine", file=sys.stderr, flush=True)
     with tempfile.TemporaryDirectory(prefix=_WORK, dir=path.parent) as work:
         made = Path(work) / path.name
-        command = [compiler, *FLAGS, "-isystem", include, str(source), "-o", str(made)]
+        headers = [] if include is None else ["-isystem", include]
+        command = [compiler, *FLAGS, *headers, str(source), "-o", str(made)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             said = done.stderr.strip().splitlines() or ["nothing said"]
             first = next((line for line in said if "error" in line.lower()), said[0])
             raise NoKernelsError(
                 f"the CPU kernels do not compile with {compiler} (GCC 10, clang 12 or later are "
-                f"needed): {first.strip()}; {_ANOTHER}"
+                f"needed): {first.strip()}; {another}"
             )
         made.replace(path)  # whole or not at all, also where two processes build
 
@@ -125,14 +130,15 @@ def _sweep(folder: Path) -> None:
                 shutil.rmtree(left)
 
 
-def _fingerprint(include: str, source: Path) -> str:
+def _fingerprint(include: str | None, source: Path) -> str:
     """Names what the library is made of and for; not the compiler, without which it still runs."""
     digest = hashlib.sha256()
+    headers = [] if include is None else sorted(Path(include, "xla", "ffi", "api").glob("*.h"))
     for part in [
         *(path.read_bytes() for path in sorted(source.parent.iterdir()) if path.is_file()),
         " ".join(FLAGS).encode(),
         _processor().encode(),
-        *(path.read_bytes() for path in sorted(Path(include, "xla", "ffi", "api").glob("*.h"))),
+        *(path.read_bytes() for path in headers),
     ]:
         digest.update(len(part).to_bytes(8, "little") + part)
     return digest.hexdigest()[:16]

@@ -9,8 +9,8 @@
 #include <limits>
 #include <vector>
 
+#include "pages.h"
 #include "products.h"
-#include "threads.h"
 
 namespace deepinfer {
 
@@ -80,16 +80,40 @@ void attend_row(const Attention& a, const T* q, int64_t seen, const float* sink,
   }
 }
 
-// f(row, scratch) for every row, a few rows of a part.
-template <class F>
-void over_rows(ffi::ThreadPool pool, const Attention& a, int64_t rows, const F& f) {
-  constexpr int64_t kAtOnce = 8;
-  const int64_t parts = (rows + kAtOnce - 1) / kAtOnce;
-  in_parts(pool, parts, 2 * rows * a.heads * a.width * a.slots, [&](int64_t part) {
-    std::vector<float> scratch(a.scratch());
-    const int64_t end = std::min(rows, (part + 1) * kAtOnce);
-    for (int64_t r = part * kAtOnce; r < end; ++r) f(r, scratch.data());
-  });
-}
+// Where a call's window vectors and entries lie: fresh [T, K] of its own rows; ring [B, R, K] of one
+// layer as it was before the call; first and start [B], the first row and its position of each slot;
+// entries as in `Pages`.
+template <class X, class E>
+struct Reach {
+  const X* fresh;
+  int64_t count;
+  const E* ring;
+  int64_t turns;
+  const int32_t *first, *start;
+  Pages<E> entries;
+  int64_t window, picked, width;
+
+  // Unpacks the keys of a row at `last` of a slot in their order: window positions from `floor` on,
+  // then the entries `selected` [picked], -1: none. Returns how many there are.
+  int64_t collect(int64_t slot, int64_t last, int64_t floor, const int32_t* selected,
+                  float* keys) const {
+    float* next = keys;
+    const auto take = [&](const auto* key) {
+      unpack(key, 1, width, width, next);
+      next += padded(width);
+    };
+    for (int64_t at = std::max({last - window + 1, floor, int64_t{0}}); at <= last; ++at) {
+      if (at >= start[slot]) {
+        take(fresh + std::clamp<int64_t>(first[slot] + at - start[slot], 0, count - 1) * width);
+      } else {
+        take(ring + (slot * turns + at % turns) * width);
+      }
+    }
+    for (int64_t s = 0; s < picked; ++s) {
+      if (selected[s] >= 0) take(entries.at(slot, selected[s]));
+    }
+    return (next - keys) / padded(width);
+  }
+};
 
 }  // namespace deepinfer

@@ -1,10 +1,11 @@
-// Operands of the handlers: their types, and pages of a cache.
+// Operands of the handlers.
 
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
 
+#include "pages.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace deepinfer {
@@ -33,32 +34,14 @@ const T* data(const ffi::AnyBuffer& buffer) {
   return static_cast<const T*>(buffer.untyped_data());
 }
 
-// Compressed vectors in pages: data [sources, P, size, K], pages [B, G] of every slot.
+// Entries [sources, P, size, K] in pages [B, G] of every slot.
 template <class T>
-struct Pages {
-  const T* data;
-  const int32_t* table;
-  int64_t source, sources, count, size, width, per_slot;
-
-  Pages(const ffi::AnyBuffer& entries, const T* data, const ffi::Buffer<ffi::S32>& source,
-        const ffi::Buffer<ffi::S32>& pages)
-      : data(data),
-        table(pages.typed_data()),
-        source(source.typed_data()[0]),
-        sources(entries.dimensions()[0]),
-        count(entries.dimensions()[1]),
-        size(entries.dimensions()[2]),
-        width(entries.dimensions()[3]),
-        per_slot(pages.dimensions()[1]) {}
-
-  bool known() const { return source >= 0 && source < sources && per_slot * size > 0 && count > 0; }
-
-  const T* at(int64_t slot, int64_t id) const {
-    id = std::min(id, per_slot * size - 1);
-    const int64_t page = std::min<int64_t>(std::max(table[slot * per_slot + id / size], 0), count - 1);
-    return data + ((source * count + page) * size + id % size) * width;
-  }
-};
+Pages<T> pages_of(const ffi::AnyBuffer& entries, const T* data, const ffi::Buffer<ffi::S32>& source,
+                  const ffi::Buffer<ffi::S32>& pages) {
+  const auto shape = entries.dimensions();
+  return {data,     pages.typed_data(), source.typed_data()[0], shape[0], shape[1], shape[2],
+          shape[3], pages.dimensions()[1]};
+}
 
 // Whether every one of `numbers` names one of `count` slots.
 inline bool all_slots(const ffi::Buffer<ffi::S32>& numbers, int64_t count) {

@@ -104,6 +104,18 @@ ffi::Error grouped(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w,
                        : refuse("grouped: operands must be bfloat16 or float32");
 }
 
+// f(row, scratch) for every row, a few rows of a part.
+template <class F>
+void over_rows(ffi::ThreadPool pool, const Attention& a, int64_t rows, const F& f) {
+  constexpr int64_t kAtOnce = 8;
+  const int64_t parts = (rows + kAtOnce - 1) / kAtOnce;
+  in_parts(pool, parts, 2 * rows * a.heads * a.width * a.slots, [&](int64_t part) {
+    std::vector<float> scratch(a.scratch());
+    const int64_t end = std::min(rows, (part + 1) * kAtOnce);
+    for (int64_t r = part * kAtOnce; r < end; ++r) f(r, scratch.data());
+  });
+}
+
 // q [..., H, K], keys [..., S, K], mask [..., S], sink [..., H] -> float32 [..., H, K].
 ffi::Error attend(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer keys,
                   ffi::Buffer<ffi::PRED> mask, ffi::Buffer<ffi::F32> sink,
@@ -162,38 +174,24 @@ ffi::Error attend_cache(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer f
   }
   const int64_t picked = selected.dimensions()[1], count = shape[0];
   const Attention a{shape[1], shape[2], window + picked, scale, narrow_type(q.element_type())};
-  const int64_t one = a.heads * a.width, width = padded(a.width), turns = rings[2];
+  const int64_t one = a.heads * a.width, turns = rings[2];
   bool fits = false, inside = true;
   const bool known = with_floats(q, [&](const auto* queries) {
     const auto* vectors = static_cast<decltype(queries)>(fresh.untyped_data());
     fits = with_floats(ring, [&](const auto* old) {
-      const Pages paged(entries, static_cast<decltype(old)>(entries.untyped_data()), source, pages);
-      inside = !picked || paged.known();
+      const auto* stored = static_cast<decltype(old)>(entries.untyped_data());
+      const Reach<std::remove_const_t<std::remove_pointer_t<decltype(vectors)>>,
+                  std::remove_const_t<std::remove_pointer_t<decltype(old)>>>
+          reach{vectors, count, old + layer.typed_data()[0] * rings[1] * turns * a.width, turns,
+                first.typed_data(), start.typed_data(), pages_of(entries, stored, source, pages),
+                window, picked, a.width};
+      inside = !picked || reach.entries.known();
       if (!inside) return;
-      const int64_t base = layer.typed_data()[0] * rings[1];
       over_rows(pool, a, count, [&](int64_t r, float* scratch) {
-        const int64_t own = slot.typed_data()[r], last = position.typed_data()[r];
-        const int64_t begun = start.typed_data()[own];
-        float* next = scratch + a.keys();
-        const auto take = [&](const auto* key) {
-          unpack(key, 1, a.width, a.width, next);
-          next += width;
-        };
-        const int64_t from = std::max<int64_t>(
-            {last - window + 1, floor.typed_data()[r], int64_t{0}});
-        for (int64_t at = from; at <= last; ++at) {
-          if (at >= begun) {
-            const int64_t row = first.typed_data()[own] + at - begun;
-            take(vectors + std::clamp<int64_t>(row, 0, count - 1) * a.width);
-          } else {
-            take(old + ((base + own) * turns + at % turns) * a.width);
-          }
-        }
-        for (int64_t s = 0; s < picked; ++s) {
-          const int32_t id = selected.typed_data()[r * picked + s];
-          if (id >= 0) take(paged.at(own, id));
-        }
-        attend_row(a, queries + r * one, (next - scratch - a.keys()) / width, sink.typed_data(),
+        const int64_t seen = reach.collect(slot.typed_data()[r], position.typed_data()[r],
+                                           floor.typed_data()[r],
+                                           selected.typed_data() + r * picked, scratch + a.keys());
+        attend_row(a, queries + r * one, seen, sink.typed_data(),
                    scratch, out->typed_data() + r * one);
       });
     });
@@ -250,7 +248,7 @@ ffi::Error index_cache(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::Buffer<ffi::
   bool fits = false, inside = true;
   const bool known = with_floats(q, [&](const auto* queries) {
     fits = with_floats(entries, [&](const auto* stored) {
-      const Pages paged(entries, stored, source, pages);
+      const auto paged = pages_of(entries, stored, source, pages);
       inside = paged.known();
       if (!inside) return;
       const int64_t width = padded(k);
