@@ -23,15 +23,23 @@ def call(op: Operation, library: Library, device: Device, given: Mapping[str, An
     CallFailedError for what CANN refuses.
     """
     phases = library.operation(op.symbol)
+    # What could not be destroyed is not made.
+    destroy = library.function("aclDestroyAclOpExecutor", ctypes.c_int, ctypes.c_void_p)
     prepared = checking.prepare(op, device, given)
     size, executor = ctypes.c_uint64(0), ctypes.c_void_p()
     with Descriptors(library, op.name) as made:
         values = [made.converted(argument, value) for argument, value in prepared.passed]
         status = phases[0](*values, ctypes.byref(size), ctypes.byref(executor))
-        _succeeded(op, "workspace size", status, library)
-        workspace = device.empty((size.value,), "uint8") if size.value else None
-        address = None if workspace is None else device.describe(workspace).address
-        status = phases[1](address, size, executor, device.stream())
+        try:
+            _succeeded(op, "workspace size", status, library)
+            workspace = device.empty((size.value,), "uint8") if size.value else None
+            address = None if workspace is None else device.describe(workspace).address
+            stream = device.stream()
+        except BaseException:  # the second phase, which takes the executor over, is not reached
+            if executor.value:
+                destroy(executor)
+            raise
+        status = phases[1](address, size, executor, stream)
         _succeeded(op, "execution", status, library)
     results = prepared.results
     return results if len(results) > 1 else results[0] if results else None

@@ -96,12 +96,18 @@ def _is_real(value: Any) -> bool:
     return isinstance(value, float) or _is_integer(value)
 
 
+def _are_integers(value: Any) -> bool:
+    """Bytes have ints for elements, too, but whoever passes them means something else."""
+    listed = isinstance(value, Sequence) and not isinstance(value, bytes | bytearray | memoryview)
+    return listed and all(map(_is_integer, value))
+
+
 _PLAIN = {
     "integer": _is_integer,
     "real": _is_real,
     "flag": lambda value: isinstance(value, bool),
     "text": lambda value: isinstance(value, str) and value.isascii() and "\0" not in value,
-    "integers": lambda value: isinstance(value, Sequence) and all(map(_is_integer, value)),
+    "integers": _are_integers,
     "scalar": lambda value: isinstance(value, bool) or _is_real(value),
 }
 _WORDS = {

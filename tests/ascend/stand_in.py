@@ -44,6 +44,10 @@ class Stub:
         """Descriptors that were made and not destroyed."""
         return self._functions.stub_alive()
 
+    def executors(self) -> int:
+        """Executors of a first phase that neither a second one nor a destruction took over."""
+        return self._functions.stub_executors()
+
     def wrong(self) -> int:
         """Destructions of what was destroyed, or of another kind."""
         return self._functions.stub_wrong()

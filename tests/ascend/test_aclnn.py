@@ -26,7 +26,7 @@ def stub(built):
     """The libraries, with nothing recorded; after a test nothing is left and nothing was wrong."""
     built.reset()
     yield built
-    assert (built.living(), built.wrong()) == (0, 0)
+    assert (built.living(), built.executors(), built.wrong()) == (0, 0, 0)
 
 
 @pytest.fixture
@@ -234,6 +234,22 @@ def test_a_refusal_of_cann_is_a_typed_error_and_leaves_nothing(stub, library, fa
     assert error.detail in str(error)
 
 
+@pytest.mark.parametrize("kind", [MemoryError, KeyboardInterrupt])
+def test_an_executor_that_gets_no_workspace_is_destroyed(stub, library, kind):
+    class Full(Host):
+        def empty(self, shape, dtype):
+            if dtype == "uint8":
+                raise kind("no room")
+            return super().empty(shape, dtype)
+
+    with pytest.raises(kind, match="no room"):
+        run("kv_quant_sparse_attn_sharedkv", library, Full(), **attention())
+    destroyed = [line for line in stub.log() if line.startswith("aclDestroyAclOpExecutor")]
+    assert destroyed == [
+        "aclDestroyAclOpExecutor aclnnKvQuantSparseAttnSharedkvGetWorkspaceSize"
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize("fails", ["aclCreateTensorList", "aclnnDispatchFFNCombine"])
 def test_members_of_a_list_are_destroyed_once_when_a_call_fails(stub, library, fails):
     stub.reset(fails, 5)
@@ -282,6 +298,18 @@ def test_an_operand_that_does_not_fit_is_refused_by_name(stub, library, change, 
     given = {**attention(), **change}
     with pytest.raises(aclnn.OperandRefusedError, match=message):
         run("kv_quant_sparse_attn_sharedkv", library, **given)
+    assert stub.log() == []
+
+
+@pytest.mark.parametrize("kind", [bytes, bytearray, lambda two: memoryview(bytes(two))])
+def test_bytes_are_no_sequence_of_ints(stub, library, kind):
+    """Their elements are ints, but whoever passes them means something else."""
+    x, angles = zeros((3, 1, 5, 64), BF16), zeros((3, 1, 1, 64), F32)
+    with pytest.raises(
+        aclnn.OperandRefusedError, match=r"partial_slice must be a sequence of ints; .* came"
+    ):
+        run("inplace_partial_rotary_mul", library, x=x, cos=angles, sin=angles,
+            partial_slice=kind([0, 64]))  # fmt: skip
     assert stub.log() == []
 
 

@@ -16,7 +16,7 @@ typedef struct Made {
 
 static char log_text[1 << 16];
 static char fail_names[160];
-static int fail_status, alive, wrong;
+static int fail_status, alive, wrong, executors;
 static const char *message;
 
 void stub_say(const char *format, ...) {
@@ -30,10 +30,11 @@ void stub_say(const char *format, ...) {
 const char *stub_log(void) { return log_text; }
 int stub_alive(void) { return alive; }
 int stub_wrong(void) { return wrong; }
+int stub_executors(void) { return executors; }
 
 void stub_reset(const char *name, int status) {
   log_text[0] = 0;
-  alive = wrong = 0;
+  alive = wrong = executors = 0;
   snprintf(fail_names, sizeof fail_names, " %s ", name);
   fail_status = status;
   message = NULL;
@@ -125,6 +126,12 @@ int aclDestroyIntArray(const aclIntArray *one) {
 }
 int aclDestroyScalar(const aclScalar *one) { return destroy((Made *)one, 's', "aclDestroyScalar"); }
 
+int aclDestroyAclOpExecutor(aclOpExecutor *executor) {
+  --executors;
+  stub_say("aclDestroyAclOpExecutor %s\n", (const char *)executor);
+  return stub_status("aclDestroyAclOpExecutor");
+}
+
 void stub_operand(const char *name, const void *operand) {
   const Made *one = operand;
   stub_say("  %s = %s\n", name, one ? one->magic == MAGIC ? one->text : "dead" : "null");
@@ -135,6 +142,7 @@ void stub_operand(const char *name, const void *operand) {
 int stub_first(const char *name, uint64_t size, uint64_t *workspace, aclOpExecutor **executor) {
   *workspace = size;
   *executor = (aclOpExecutor *)name;
+  ++executors;
   return stub_status(name);
 }
 
@@ -143,6 +151,7 @@ int stub_second(const char *name, void *workspace, uint64_t size, aclOpExecutor 
   stub_say("%s workspace %s size %llu executor %s stream %p alive %d\n", name,
            workspace ? "given" : "null", (unsigned long long)size, (const char *)executor, stream,
            alive);
+  --executors;
   if (workspace) memset(workspace, 0xA5, size);
   return stub_status(name);
 }
