@@ -163,7 +163,9 @@ def _write(data, positions, value: float):
     rows = text_rows(np.zeros(len(positions)), np.zeros(len(positions)), positions)
     values = jnp.asarray(positions, jnp.float32) if value < 0 else jnp.full(len(positions), value)
     new = jnp.broadcast_to(values.astype(jnp.float32)[:, None], (len(positions), CODEC.width))
-    return attention.store_window(Ring(data, 0), new, rows, spans_of(rows, 1), CODEC)
+    return attention.store_window(
+        Ring(data, 0), new, rows, spans_of(rows, 1), CODEC, Numerics.fp32()
+    )
 
 
 def _read(data, wanted: range):

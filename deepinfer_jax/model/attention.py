@@ -95,7 +95,10 @@ def window_keys(
     return jnp.where(inside[:, None], keys, old)
 
 
-def store_window(ring: Ring, new: jax.Array, rows: Rows, spans: Spans, codec: Codec) -> jax.Array:
+@nx.by_name("codec")
+def store_window(
+    ring: Ring, new: jax.Array, rows: Rows, spans: Spans, codec: Codec, numerics: Numerics
+) -> jax.Array:
     """Write the rows' window vectors [T, Hd] into their ring places; returns the ring data."""
     slot, place = ring_targets(rows, spans, ring.data.shape[2])
     return ring.data.at[ring.layer, slot, place].set(codec.store(new), mode="drop")
@@ -182,6 +185,7 @@ def _attend_row(row: Any, shared: Any, reach: Reach, numerics: Numerics) -> jax.
     return nx.attend(row[0], keys, mask, shared[-1], reach.scale, numerics)
 
 
+@nx.by_name("reach")
 def attend(
     q: jax.Array, new: jax.Array, ring: Ring | None, entries: Entries | None, selected: jax.Array,
     floor: jax.Array, sink: jax.Array, rows: Rows, spans: Spans, reach: Reach, numerics: Numerics,

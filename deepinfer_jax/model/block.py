@@ -162,7 +162,17 @@ def _write_engram(call: Call, ordinal: int, layer: Any, s: Stream) -> Stream:
 def engram_rows(call: Call, ordinal: int) -> jax.Array:
     """Table rows [T, columns] that the ordinal-th Engram layer reads for each row."""
     pad = call.tables.token_map[call.cfg.engram_pad_token_id]
-    return engram.table_rows(call.lookback, pad, engram.hash_constants(call.cfg)[ordinal])
+    constants = engram.hash_constants(call.cfg)[ordinal]
+    return _hashed(call.lookback, pad, ordinal, constants, call.numerics)
+
+
+@nx.by_name("constants")
+def _hashed(
+    tokens: jax.Array, pad: jax.Array, ordinal: Any, constants: engram.HashConstants,
+    numerics: Numerics,
+) -> jax.Array:  # fmt: skip
+    """`engram.table_rows` by name in the plain form; `ordinal` tells an executor the constants."""
+    return engram.table_rows(tokens, pad, constants)
 
 
 def _publish(call: Call, kind: LayerKind, layer: Any, s: Stream) -> Stream:
@@ -337,7 +347,7 @@ def _sparse_attention(
         return o, s
     # The ring is read before it is overwritten: without the barrier a compiler would copy it.
     data, o, seen = lax.optimization_barrier((cache.window, o, s.seen))
-    data = attention.store_window(Ring(data, layer), k, call.whole, call.spans, window)
+    data = attention.store_window(Ring(data, layer), k, call.whole, call.spans, window, numerics)
     return o, dataclasses.replace(s, cache=dataclasses.replace(cache, window=data), seen=seen)
 
 

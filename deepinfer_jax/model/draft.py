@@ -89,7 +89,7 @@ def store_context(
 
     def one(data, layer):
         k = context_kv(params, m, angle, layer, cfg, numerics)
-        return attention.store_window(Ring(data, layer), k, rows, spans, codec), None
+        return attention.store_window(Ring(data, layer), k, rows, spans, codec, numerics), None
 
     layers = jnp.arange(cfg.num_nextn_predict_layers, dtype=jnp.int32)
     return dataclasses.replace(cache, draft=lax.scan(one, cache.draft, layers)[0])

@@ -84,11 +84,19 @@ def scores(
     anything visible, so that a long capacity costs a short sequence little; without one they are
     differentiable.
     """
+    if visible is None:
+        visible = visible_entries(rows.positions, field.ratio)
+    return _scores(query, entries, ids, visible, rows, spans, field, numerics)
+
+
+@nx.by_name("field")
+def _scores(
+    query: IndexQuery, entries: Entries, ids: jax.Array, visible: jax.Array, rows: Rows,
+    spans: Spans, field: Field, numerics: Numerics,
+) -> jax.Array:  # fmt: skip
     t, n = rows.slots.shape[0], ids.shape[-1]
     width = nx.index_width(t, numerics)
     ids = jnp.broadcast_to(ids, (t, n))
-    if visible is None:
-        visible = visible_entries(rows.positions, field.ratio)
     slots = jnp.maximum(rows.slots, 0)
     if numerics.rows == "ffi" and entries.pages is not None:
         stored = (entries.data, entries.source, entries.pages)
@@ -136,6 +144,7 @@ def _ascending(ids: jax.Array, keep: jax.Array) -> jax.Array:
     return jnp.where(ordered == _LAST, -1, ordered)
 
 
+@nx.by_name("k")
 def select(score: jax.Array, ids: jax.Array, k: int, numerics: Numerics) -> jax.Array:
     """The k best entries of each row: score [T, n], ids [T, n] or [n] -> [T, k], -1 padded.
 
@@ -156,6 +165,7 @@ def candidate_width(cfg: ModelConfig, count: int) -> int:
     return min(cfg.candidate_topk_blocks, -(-count // cfg.candidate_block_size))
 
 
+@nx.by_name("cfg")
 def candidate_blocks(
     score: jax.Array, visible: jax.Array, cfg: ModelConfig, numerics: Numerics
 ) -> jax.Array:

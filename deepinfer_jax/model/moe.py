@@ -50,6 +50,7 @@ def choose_experts(scores: jax.Array, bias: jax.Array, k: int, cfg: ModelConfig)
     return Route(experts, picked * np.float32(cfg.routed_scaling_factor), scores)
 
 
+@nx.by_name("k", "cfg")
 def route(
     gate: Any, x: jax.Array, image: jax.Array, k: int, cfg: ModelConfig, numerics: Numerics
 ) -> Route:
@@ -67,6 +68,7 @@ def _activate(up: jax.Array, gate: jax.Array, limit: float) -> jax.Array:
     return gate * jax.nn.sigmoid(gate) * up
 
 
+@nx.by_name("cfg")
 def shared_expert(p: Any, x: jax.Array, cfg: ModelConfig, numerics: Numerics) -> jax.Array:
     """The always-active expert on x [T, D]."""
     quantized = cfg.quantized
