@@ -23,6 +23,16 @@ from kernels_bridge.dlpack import import_torch
 torch = import_torch()
 
 
+# What the engine's programs call by name, of this project's functions. Names that JAX gives to its
+# own functions are none of these: they change with its releases.
+NAMES = (
+    "_axis_sum", "_dot", "_group_dot", "_grouped", "_hashed", "_row_sum", "_scores", "attend",
+    "candidate_blocks", "expand", "gumbel", "logsumexp", "mixes", "normed", "pin", "qdq_fp8",
+    "qdq_index", "raw_mixes", "rms_norm", "rotated", "route", "routed_experts", "select",
+    "shared_expert", "softplus", "store_window",
+)  # fmt: skip
+
+
 def named(cfg: ModelConfig, numerics: Numerics) -> Mapping[str, Op]:
     """The functions of a model by the names that jaxprs have for them.
 
@@ -168,23 +178,30 @@ def write_experts(b: Builder, eqn: Any, *values: Value, limit: float) -> Value |
     their weights, and what experts on slots would need.
     """
     shapes = [v.aval.shape for v in eqn.invars]
-    plain = all(v.aval.dtype in ("bfloat16", "float32", "uint16") for v in eqn.invars[:3])
+    plain = all(v.aval.dtype in STORED for v in eqn.invars[:3])
     if not plain or [len(s) for s in shapes[:4]] != [4, 4, 4, 0] or values[3].const is None:
         return None
     layer = int(values[3].const)
-    w1, w2, w3 = (b(_of_layer, s, layer=layer) for s in values[:3])
+    w1, w2, w3 = (b(of_layer, s, layer=layer) for s in values[:3])
     x, experts, weights = (full(b, v, s) for v, s in zip(values[4:7], shapes[4:7], strict=True))
     if 3 * experts.shape[0] * experts.shape[1] < w1.shape[0]:
-        pairs, down = b(_paired, w1, w3), b(_downwards, w2)
+        pairs, down = b(paired, w1, w3), b(_downwards, w2)
         return b(_few_experts, x, experts, weights, pairs, down, limit=limit)
     both, down = b(_side_by_side, w1, w3), b(_downwards, w2)
     return b(_every_expert, x, experts, weights, both, down, limit=limit)
 
 
-def _of_layer(stack: Any, layer: int) -> Any:
-    """One layer of weights in float32; int16 are the bits of bfloat16."""
-    own = stack[layer]
-    return (own.view(torch.bfloat16) if own.dtype == torch.int16 else own).float()
+STORED = ("bfloat16", "float32", "uint16")  # what `decoded` knows
+
+
+def decoded(weight: Any) -> Any:
+    """A weight in float32; int16 are the bits of bfloat16."""
+    return (weight.view(torch.bfloat16) if weight.dtype == torch.int16 else weight).float()
+
+
+def of_layer(stack: Any, layer: int) -> Any:
+    """One layer of weights in float32."""
+    return decoded(stack[layer])
 
 
 def _side_by_side(w1: Any, w3: Any) -> Any:
@@ -201,7 +218,7 @@ def _activated(up: Any, gate: Any, limit: float) -> Any:
     return torch.nn.functional.silu(gate.clamp(max=limit)).mul_(up.clamp(-limit, limit))
 
 
-def _paired(w1: Any, w3: Any) -> Any:
+def paired(w1: Any, w3: Any) -> Any:
     """[E, 2 N, D] of two stacks [E, N, D]."""
     return torch.cat([w1, w3], 1)
 

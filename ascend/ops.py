@@ -3,7 +3,7 @@
 Names, rules for shapes and twins are the bridge's; here is only who else runs them. `tilelang` is a
 kernel of `ascend.kernels` on an NPU, never run; `emulated` is the same generated source on a CPU,
 for tests; names in `asc_` are kernels that the published engine has for the chip, listed with
-their limits. `torch_ops` are the first of these, as the executor takes them
+their limits. `torch_ops` are the first of these, for the executor
 (docs/ascend_kernels.md 4).
 """
 
@@ -201,5 +201,9 @@ IMPLS: Mapping[str, tuple[Impl, ...]] = {
 
 
 def torch_ops() -> dict[str, Callable[..., Any]]:
-    """Our kernels by the names of their operations, on tensors of torch_npu: for the executor."""
+    """Our kernels by the names of their operations, on tensors of torch_npu.
+
+    The executor takes functions by the names of the model's (`ascend.functions.NAMES`), as in
+    ``ops={"mixes": functools.partial(torch_ops()["stream_mixes"], streams=4, ...)}``.
+    """
     return {name: functools.partial(run, OnDevice()) for name, run in _RUN.items()}

@@ -10,11 +10,11 @@ from __future__ import annotations
 import dataclasses
 import types
 from collections.abc import Sequence
-from typing import Any, Unpack
+from typing import Any, Literal, Unpack
 
 import jax
 
-from ascend import functions
+from ascend import built, functions
 from ascend.executor import Executed, fetch, place
 from ascend.executor.lowering import Ops
 from ascend.executor.program import Branches
@@ -26,6 +26,7 @@ from deepinfer_jax.planning.policies import OFF, Policy
 from deepinfer_jax.requests import OptionArguments, Result
 from kernels_bridge.dlpack import import_torch
 
+Kernels = Literal["built", "torch"]
 _LEVELS = (("params", "tables"), ("sampling",))
 
 
@@ -34,13 +35,13 @@ def _first(made: Any) -> Any:
     return (fetch(made[0]), *made[1:])
 
 
-def _programs(device: Any, ops: Ops, branches: Branches) -> Any:
+def _programs(device: Any, ops: Ops, branches: Branches, threads: int | None) -> Any:
     """The programs of `deepinfer_jax.engine.programs`, by the same names."""
 
     def executed(function: Any, donated: Sequence[str] = (), fetched: Any = None) -> Executed:
         return Executed(
             function, device=device, levels=_LEVELS, donated=donated, ops=ops, branches=branches,
-            fetched=fetched,
+            fetched=fetched, threads=threads,
         )  # fmt: skip
 
     return types.SimpleNamespace(
@@ -98,29 +99,62 @@ class TorchSite(Site):
 
 
 def placed(
-    model: Model, device: str = "npu", *, ops: Ops | None = None, branches: Branches | None = None
-) -> TorchSite:
+    model: Model, device: str = "npu", *, ops: Ops | None = None, branches: Branches | None = None,
+    kernels: Kernels | None = None, threads: int | None = None,
+) -> TorchSite:  # fmt: skip
     """`model` on a device of torch's ("npu", through torch_npu, or "cpu"), ready to generate.
 
     Args:
-      ops: functions by name that replace those of the model, beside `functions.named`.
+      ops: functions by name that replace those of the model, beside those of `kernels`. The names
+        are `functions.NAMES`.
       branches: how a decision that the device takes reaches the host: "read", which waits for the
         device, or "select", which computes both sides. Default: "read" on a CPU, else "select".
+      kernels: "built", single operations made by the system's compiler at first use
+        (`ascend.built`, for a CPU), or "torch", a few torch calls for each (`ascend.functions`).
+        Default: "built" on a CPU, else "torch".
+      threads: of torch's while a program runs. Default: 1 on a CPU, where most calls are too small
+        to share, else what torch has.
 
-    Raises TypeError where model is none, ValueError for another device or branches,
-    KernelRefusedError where torch, or torch_npu for "npu", cannot be imported.
+    Raises TypeError where model is none, ValueError for another device, branches, kernels or
+    threads, or a name in `ops` that no program calls, KernelRefusedError where torch, or torch_npu
+    for "npu", cannot be imported, NoKernelsError where kernels="built" cannot be built.
     """
     if not isinstance(model, Model):
         raise TypeError(f"model must be what `load` returns, got {model!r}: load it")
     where = torch_device(device)
     if branches not in (None, "read", "select"):
         raise ValueError(f'branches must be "read", "select" or None, got {branches!r}')
+    on_cpu, ops = where.type == "cpu", ops or {}
+    _check(kernels, threads, ops, on_cpu)
     plain = dataclasses.replace(model.numerics, rows="batched")
     model = dataclasses.replace(model, numerics=plain)
-    chosen = branches or ("read" if where.type == "cpu" else "select")
-    run = _programs(where, {**functions.named(model.cfg, plain), **(ops or {})}, chosen)
+    known = functions.named(model.cfg, plain)
+    if (kernels or ("built" if on_cpu else "torch")) == "built":
+        known = {**known, **built.named(model.cfg, plain)}
+    run = _programs(
+        where, {**known, **ops}, branches or ("read" if on_cpu else "select"),
+        threads or (1 if on_cpu else None),
+    )  # fmt: skip
     held = place((model.params, model.tables), where)
     return TorchSite(device=where, model=model, held=held, run=run)
+
+
+def _check(kernels: Any, threads: Any, ops: Ops, on_cpu: bool) -> None:
+    if kernels not in (None, "built", "torch"):
+        raise ValueError(f'kernels must be "built", "torch" or None, got {kernels!r}')
+    if kernels == "built" and not on_cpu:
+        raise ValueError(
+            'kernels="built" are for torch\'s CPU: leave kernels out, and put what the chip has '
+            "into ops"
+        )
+    if threads is not None and (type(threads) is not int or threads < 1):
+        raise ValueError(f"threads must be a positive int or None, got {threads!r}")
+    strange = sorted({*ops} - {*functions.NAMES})
+    if strange:
+        raise ValueError(
+            f"ops: no program calls {', '.join(map(repr, strange))}; the names are "
+            f"{', '.join(sorted(functions.NAMES))}"
+        )
 
 
 def torch_device(device: str) -> Any:

@@ -1,11 +1,12 @@
 """How long does a decode step of the executor take on torch's CPU, against XLA's?
 
 The same program of the engine (`rounds.decode_many`), float32, the same slots: both in turns, after
-both have been compiled. XLA runs its default form ("tiled"), torch what `ascend.placed` chooses.
-Wall time, and CPU time of the process, which says more where the machine has other work.
+both have been compiled. XLA runs its default form ("tiled") on all cores, torch what
+`ascend.placed` chooses: single operations of the compiler (`--kernels built`) on one thread. Wall
+time, and CPU time of the process, which says more where the machine has other work.
 
     python bench/ascend_executor.py --machine cpu2
-    python bench/ascend_executor.py --machine cpu2 --slots 1 8 --drafts 0 5 --rounds 16
+    python bench/ascend_executor.py --machine cpu2 --slots 1 8 --drafts 0 5 --kernels torch
 """
 
 from __future__ import annotations
@@ -124,10 +125,12 @@ def main() -> None:
     parser.add_argument("--drafts", type=int, nargs="+", default=[0, 5])
     parser.add_argument("--rounds", type=int, default=MOST, help="of a call, at most 16")
     parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--kernels", choices=["built", "torch"], default="built")
+    parser.add_argument("--threads", type=int, default=1, help="of torch")
     parser.add_argument("--out", type=Path, help="folder of the result")
     args = parser.parse_args()
     model = di.load("spark-tiny", numerics=di.Numerics.fp32())
-    site = ascend.placed(model, "cpu")
+    site = ascend.placed(model, "cpu", kernels=args.kernels, threads=args.threads)
     found: dict[str, Any] = {}
     for drafts in args.drafts:
         for slots in args.slots:
@@ -139,8 +142,8 @@ def main() -> None:
                   f"{result['cpu_ratio']:.2f} of its CPU time")  # fmt: skip
     config = {
         "name": "spark-tiny", "numerics": dataclasses.asdict(model.numerics),
-        "torch": metadata.version("torch"), "torch_threads": torch.get_num_threads(),
-        "rounds": args.rounds,
+        "torch": metadata.version("torch"), "torch_threads": args.threads,
+        "kernels": args.kernels, "rounds": args.rounds,
     }  # fmt: skip
     path = write_result("ascend_executor", args.machine, __doc__, config, found, folder=args.out)
     print(path)

@@ -75,18 +75,18 @@ class Executed:
     def __init__(
         self, function: Any, *, device: Any, levels: Sequence[Sequence[str]] = (),
         donated: Sequence[str] = (), ops: Ops | None = None, branches: Branches = "read",
-        fetched: Callable[[Any], Any] | None = None,
+        fetched: Callable[[Any], Any] | None = None, threads: int | None = None,
     ) -> None:  # fmt: skip
         """levels, donated: names of arguments, as `Program` numbers them; a level may name some
         that this function does not have. fetched: of the result, what is made of it for the caller
-        (such as a part brought to the host).
+        (such as a part brought to the host). threads: of torch's, while it runs; None: as it is.
 
         Raises ValueError where `donated` names no argument.
         """
         self.__name__ = getattr(function, "__name__", "function")
         self._function, self._device = function, torch.device(device)
         self._levels, self._donated = levels, donated
-        self._ops, self._fetched = ops, fetched
+        self._ops, self._fetched, self._threads = ops, fetched, threads
         self._branches: Branches = branches
         self._signature = inspect.signature(function)
         strange = sorted({*donated} - {*self._signature.parameters})
@@ -99,13 +99,28 @@ class Executed:
         given = [self._given(x) for x in leaves if _is_array(x)]
         made = jax.tree.unflatten(out[0], [
             value.view(_SIGNED[name]) if name in _SIGNED else value
-            for value, name in zip(program(given), out[1], strict=True)
+            for value, name in zip(self._run(program, given), out[1], strict=True)
         ])  # fmt: skip
         return made if self._fetched is None else self._fetched(made)
+
+    def _run(self, program: Program, given: list[Any]) -> list[Any]:
+        if self._threads is None:
+            return program(given)
+        before = torch.get_num_threads()
+        torch.set_num_threads(self._threads)
+        try:
+            return program(given)
+        finally:
+            torch.set_num_threads(before)
 
     def program(self, *args: Any, **more: Any) -> Program:
         """What runs a call with such arguments."""
         return self._found(args, more)[0][0]
+
+    @property
+    def called(self) -> frozenset[str]:
+        """Names of the functions that came by in the programs written so far."""
+        return frozenset().union(*(program.called for program, _ in self._programs.values()))
 
     def _found(self, args: Any, more: Any) -> tuple[tuple[Program, Any], list[Any]]:
         """The program of such arguments, how its results are put together, and the arguments."""
@@ -120,6 +135,7 @@ class Executed:
     def _given(self, leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
             return kinds.to_torch(leaf, self._device)
+        leaf = leaf.contiguous()  # programs are written for such
         return leaf.view(_UNSIGNED[leaf.dtype]) if leaf.dtype in _UNSIGNED else leaf
 
     def _narrowed(self, leaf: Any) -> Any:

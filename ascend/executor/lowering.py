@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
@@ -55,13 +56,14 @@ def read(predicate: Any) -> int:
 class Lowering:
     """Writes jaxprs into the blocks of `b`.
 
-    branches: "read" or "select", for predicates that the device makes in a call. replaced: names of
-    `ops` that were used.
+    branches: "read" or "select", for predicates that the device makes in a call. called: names of
+    the functions that came by; replaced: of those, the ones of `ops` that were used.
     """
 
     b: Builder
     ops: Ops
     branches: Literal["read", "select"]
+    called: set[str] = dataclasses.field(default_factory=set)
     replaced: set[str] = dataclasses.field(default_factory=set)
 
     def closed(self, closed: Any, values: Sequence[Value]) -> list[Value]:
@@ -113,8 +115,9 @@ class Lowering:
             eqn.params[k] for k in ("jaxpr", "call_jaxpr", "fun_jaxpr") if k in eqn.params
         )
         name = eqn.params.get("name") or _name_of(closed)
+        self.called.add(name)
         if name in self.ops:
-            made = self._replaced(self.ops[name], eqn, values)
+            made = self._replaced(name, eqn, values)
             if made is not None:
                 self.replaced.add(name)
                 return made
@@ -131,7 +134,8 @@ class Lowering:
             return self.closed(closed, values)
         return self.jaxpr(closed, values)
 
-    def _replaced(self, fn: Op, eqn: Any, values: list[Value]) -> Sequence[Value] | None:
+    def _replaced(self, name: str, eqn: Any, values: list[Value]) -> Sequence[Value] | None:
+        fn = self.ops[name]
         if isinstance(fn, Written):
             made = fn.write(self.b, eqn, *values)
             return [made] if isinstance(made, Value) else made
@@ -141,7 +145,8 @@ class Lowering:
             for v in eqn.outvars
         )
         single = len(shaped) == 1
-        made = self.b.emit(fn, given, shaped=shaped[0] if single else shaped)
+        held = _held_to(name, fn, tuple((tuple(m.shape), m.dtype) for m in shaped))
+        made = self.b.emit(held, given, shaped=shaped[0] if single else shaped)
         return [made] if single else made
 
     # -- branches ----------------------------------------------------------------------------------
@@ -289,6 +294,24 @@ class Lowering:
             length=p["length"], reverse=p["reverse"],
         )  # fmt: skip
         return self._region(region, given, avals)
+
+
+@functools.cache  # equal calls are one function, which is how the builder knows them
+def _held_to(name: str, fn: Callable[..., Any], wanted: tuple[Any, ...]) -> Callable[..., Any]:
+    """`fn`, whose results must be what the rest of the program was written for."""
+
+    def run(*tensors: Any) -> Any:
+        made = fn(*tensors)
+        results = made if isinstance(made, tuple | list) else (made,)
+        came = tuple([(tuple(r.shape), r.dtype) for r in results])
+        if came != wanted:
+            raise ValueError(
+                f"ops[{name!r}] must return tensors of shapes and dtypes {wanted}, got {came}"
+            )
+        whole = tuple([r.contiguous() for r in results])
+        return whole if len(wanted) > 1 else whole[0]
+
+    return run
 
 
 @dataclasses.dataclass(frozen=True)

@@ -30,8 +30,8 @@ class _Level:
 class Program:
     """A jaxpr that torch runs. Called with tensors on its device, in the order of its arguments.
 
-    steps: torch calls of one run without those of loops' further turns; replaced: the names of
-    `ops` that it uses.
+    steps: torch calls of one run without those of loops' further turns; called: the names of
+    functions that came by; replaced: of those, the ones of `ops` that it uses.
     """
 
     def __init__(
@@ -57,6 +57,7 @@ class Program:
         outputs = [
             whole(b, v, var.aval.shape) for v, var in zip(made, closed.jaxpr.outvars, strict=True)
         ]
+        self.called = frozenset(lowering.called)
         self.replaced = frozenset(lowering.replaced)
         self._finish(b, arguments, outputs, levels, {*donated} - {*own})
 

@@ -185,6 +185,44 @@ def test_predicates_are_read_where_they_are_made(monkeypatch):
     assert (first, len(reads) - first) == (1 + 5, 5)  # a loop of four turns asks five times
 
 
+@jax.jit
+def double(x):
+    return x * 2
+
+
+@pytest.mark.parametrize("wrong", [lambda x: x[:2], lambda x: x.double(), lambda x: (x, x)])
+def test_what_a_replacing_function_returns_is_checked(wrong):
+    x = np.ones((3, 5), np.float32)
+    run = Executed(jax.jit(lambda x: double(x) + 1), device="cpu", ops={"double": wrong})
+    with pytest.raises(ValueError, match=r"ops\['double'\] must return tensors of .*3, 5.*got"):
+        run(*place((x,), "cpu"))
+
+
+def test_a_program_runs_with_its_threads_and_leaves_those_of_others():
+    """After an error, too."""
+    before, seen = torch.get_num_threads(), []
+
+    def counted(x):
+        seen.append(torch.get_num_threads())
+        return x * 2 if len(seen) < 2 else None
+
+    run = Executed(jax.jit(lambda x: double(x) + 1), device="cpu", threads=before + 1,
+                   ops={"double": counted})  # fmt: skip
+    (x,) = place((np.ones((3, 5), np.float32),), "cpu")
+    run(x)
+    assert torch.get_num_threads() == before
+    with pytest.raises(AttributeError):
+        run(x)
+    assert (torch.get_num_threads(), seen) == (before, [before + 1] * 2)
+
+
+def test_results_and_arguments_with_gaps_are_made_whole():
+    x = np.arange(15, dtype=np.float32).reshape(3, 5)
+    ops = {"double": lambda x: torch.stack([x, x], -1).sum(-1).t().contiguous().t()}
+    run = Executed(jax.jit(lambda x: double(x).reshape(-1)), device="cpu", ops=ops)
+    np.testing.assert_array_equal(run(torch.tensor(x.T.copy()).t()), 2 * x.reshape(-1))
+
+
 def test_donating_no_argument_is_refused():
     with pytest.raises(ValueError, match=r"has no arguments \['nobody'\]"):
         Executed(jax.jit(lambda x: x), device="cpu", donated=("x", "nobody"))
