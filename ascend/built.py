@@ -48,6 +48,7 @@ def named(cfg: ModelConfig, numerics: Numerics) -> Mapping[str, Written]:
         "rotated": Written(write_rotated),
         "select": Written(write_select),
         "store_window": Written(write_store),
+        "_dot": Written(write_dot),
         "_group_dot": Written(write_group_dot),
         **{name: Written(functools.partial(write, cfg=cfg)) for name, write in of_model.items()},
     }
@@ -174,6 +175,18 @@ def write_rotated(b: Builder, eqn: Any, *values: Value) -> Value:
 
 # -- products --------------------------------------------------------------------------------------
 
+_FEW = 6  # rows up to which a product is faster than torch's, measured on one thread
+
+
+def write_dot(b: Builder, eqn: Any, *values: Value) -> Value | None:
+    """`numerics.dot` of few rows and plain weights: x [T, K], w [N, K]."""
+    if len(values) != 2 or not _floats(eqn, 0, 1) or len(_shape(eqn, 1)) != 2:
+        return None
+    (rows, k), (columns, _) = _shape(eqn, 0), _shape(eqn, 1)
+    if rows > _FEW:
+        return None
+    return _emit(b, "group_product", _whole(b, eqn, values, 0, 1), _made(eqn), rows, 1, k, columns)
+
 
 def write_group_dot(b: Builder, eqn: Any, *values: Value) -> Value | None:
     """`numerics.group_dot` of plain weights: x [T, G, K], w [G * N, K]."""
@@ -266,18 +279,21 @@ def write_store(b: Builder, eqn: Any, *values: Value) -> Value | None:
     numbers = rows, width, layers, slots, turns, int(values[1].const)
     operands = _whole(b, eqn, values, 0, 2, 4, 5)
     made = torch.empty_like(operands[0].meta)
-    return b.emit(_stored, operands, {"numbers": numbers}, _stored_in_place, made)
+    stored, in_place = _stores(numbers)
+    return b.emit(stored, operands, in_place=in_place, shaped=made)
 
 
-def _stored(rings: Any, *others: Any, numbers: tuple[int, ...]) -> Any:
-    return _stored_in_place(rings.clone(), *others, numbers=numbers)
-
-
-def _stored_in_place(rings: Any, *others: Any, numbers: tuple[int, ...]) -> Any:
+@functools.cache
+def _stores(numbers: tuple[int, ...]) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Rings with new vectors in them: a copy, and the rings themselves."""
     run = direct.function("store", ANOTHER)
-    if run(rings.data_ptr(), *[t.data_ptr() for t in others], *numbers):
-        raise _outside("store")
-    return rings
+
+    def in_place(rings: Any, *others: Any) -> Any:
+        if run(rings.data_ptr(), *[t.data_ptr() for t in others], *numbers):
+            raise _outside("store")
+        return rings
+
+    return lambda rings, *others: in_place(rings.clone(), *others), in_place
 
 
 def write_scores(b: Builder, eqn: Any, *values: Value, cfg: ModelConfig) -> Value | None:

@@ -42,6 +42,7 @@ def load(another: str) -> ctypes.CDLL:
         ) from error
 
 
+@functools.cache
 def function(name: str, another: str) -> Callable[..., int]:
     """An operation by its name: (addresses, numbers) -> 0, or 1 where an index points outside.
 

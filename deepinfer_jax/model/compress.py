@@ -96,5 +96,5 @@ def index_key(
     """Index key of the un-rotated, un-quantized latents [T, Hd] -> [T, index_head_dim]."""
     key = nx.linear(lat, p["wk"], numerics)
     key = nx.rms_norm(key, p["k_norm"], cfg.rms_norm_eps, numerics)
-    key = rope.rotate(key, angle)
+    key = rope.rotated(key, angle, False, numerics)
     return quant.qdq_index(key) if numerics.quantize_kv else key

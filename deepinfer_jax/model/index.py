@@ -50,7 +50,8 @@ def index_query(
 ) -> IndexQuery:
     """Index queries from the low-rank query [T, Q] and head weights from x [T, D]."""
     heads = nx.linear(low, p["wq_b"], numerics, cfg.quantized)
-    heads = rope.rotate(heads.reshape(-1, cfg.index_n_heads, cfg.index_head_dim), angle)
+    heads = heads.reshape(-1, cfg.index_n_heads, cfg.index_head_dim)
+    heads = rope.rotated(heads, angle, False, numerics)
     if numerics.quantize_kv:
         heads = quant.qdq_index(heads)
     weights = nx.linear(x, p["weights_proj"], numerics).astype(jnp.float32)
