@@ -130,6 +130,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="folder of the result")
     args = parser.parse_args()
     model = di.load("spark-tiny", numerics=di.Numerics.fp32())
+    torch.set_num_threads(args.threads)  # of copies between calls, too: a helper of theirs spins on
     site = ascend.placed(model, "cpu", kernels=args.kernels, threads=args.threads)
     found: dict[str, Any] = {}
     for drafts in args.drafts:
