@@ -113,7 +113,7 @@ def test_products_of_few_rows_and_of_groups():
     check("_dot", dot, normal(1, 6, 13), normal(2, 70, 13))
     check("_dot", dot, normal(1, 1, 16), normal(2, 5, 16))
     run = Executed(jax.jit(dot), device="cpu", ops=built.named(CFG, NUMERICS))
-    assert not run.program(normal(1, 7, 13), normal(2, 70, 13)).replaced  # torch's is faster
+    assert not run.program(normal(1, 49, 13), normal(2, 70, 13)).replaced  # torch's
     check("_group_dot", lambda x, w: nx.group_dot(x, w, NUMERICS), normal(1, 7, 3, 13),
           normal(2, 3 * 5, 13))  # fmt: skip
 
