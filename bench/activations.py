@@ -7,7 +7,7 @@ what it held before, beside `scale.memory.activations` of the same call. Argumen
 either: weights and caches of a plan are exact.
 
     python bench/activations.py --machine h200
-    python bench/activations.py --machine local --small --slots 3 --chunks 8 16 --held 64  # tries it
+    python bench/activations.py --small --slots 3 --chunks 8 16 --held 64
 """
 
 from __future__ import annotations
