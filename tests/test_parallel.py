@@ -35,6 +35,13 @@ MESHES = [  # data, context, expert
     (1, 1, 1), (1, 1, 2), (1, 1, 4), (2, 1, 2), (1, 1, 8), (1, 2, 1), (1, 2, 2), (2, 2, 1),
     (2, 2, 2), (1, 4, 1), (4, 1, 2),
 ]  # fmt: skip
+# Compiling is the cost of a mesh: a layer of pooled entries and one of entries of single tokens.
+TWO_LAYERS = dataclasses.replace(
+    CFG, num_hidden_layers=2, compress_ratios=(2, 1, 0), kv_source_layer_ids=(0, 1),
+    index_source_layer_ids=(0, 1), candidate_source_layer_id=1, engram_layer_ids=(0,),
+    dspark_target_layer_ids=(1,),
+)  # fmt: skip
+DEFAULT_MESHES = [(1, 1, 2), (1, 1, 4), (2, 1, 2), (1, 1, 8), (1, 2, 1)]
 RULES = dataclasses.replace(
     Rules.of(expert="expert", vocab="expert", engram_rows="expert"), padded=("engram_rows", "vocab")
 )
@@ -103,6 +110,56 @@ def test_drafted_replies_over_a_mesh_have_the_scores_of_one_device():
             np.testing.assert_array_equal(bits(getattr(made, name)), bits(one), err_msg=name)
         placed, placements = everything_moved(placed, placements, mesh)
     assert _size(_rollout) == compiled + 1
+
+
+@functools.cache
+def two_layers() -> tuple[parameters.Params, dict[str, Any], Any]:
+    """(Parameters, arguments of all rollouts, the replies of one device without drafts)."""
+    # In the host's memory experts are laid on slots without a program for every shape.
+    params = jax.tree.map(np.asarray, parameters.init(jax.random.key(3), TWO_LAYERS))
+    given = {
+        "tables": tables.make_tables(TWO_LAYERS, np.arange(67, dtype=np.int32), 32),
+        "prompts": tokens(), "lengths": LENGTHS, "stops": np.full(1, 1, np.int32),
+        # Truncation is a row's own matter, and a part of what is compiled.
+        "sampling": sampling.untruncated(sampling.make_sampling(B, [20.0, 4.0] * 4, seeds=range(B))),
+        "cfg": TWO_LAYERS, "numerics": NUMERICS, "new": NEW, "size": 2,
+    }  # fmt: skip
+    return params, given, _rollout_one(params, **given, scheduled=drafted(0))
+
+
+def drafted(count: int) -> np.ndarray:
+    """So many drafts to verify in every round of every reply."""
+    return np.full((1, B), count, np.int32)
+
+
+def same_replies(rollout: Any, params: parameters.Params, **given: Any) -> None:
+    """Tokens and log-probs are those of one device without drafts, whether drafts are verified or
+    not, which is data of one program.
+    """
+    want, rounds = two_layers()[2], []
+    for count in (0, 2):
+        got = rollout(params, **given, scheduled=drafted(count))
+        rounds.append(int(got.rounds))
+        for name in ("tokens", "lengths", "raw", "processed", "kept_mass", "stopped"):
+            one, here = (bits(getattr(made, name)) for made in (want, got))
+            np.testing.assert_array_equal(here, one, err_msg=f"{name}, {count} drafts")
+    assert rounds[1] < rounds[0] == NEW - 1  # drafts were made, and right ones among them
+
+
+@pytest.mark.slow
+def test_replies_of_one_device_are_the_same_with_drafts():
+    params, given, _ = two_layers()
+    same_replies(_rollout_one, params, **given)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", DEFAULT_MESHES, ids=str)
+def test_replies_over_a_mesh_are_those_of_one_device_with_and_without_drafts(sizes):
+    params, given, _ = two_layers()
+    mesh = device_mesh(*sizes)
+    params = layout.on_slots(params, layout.initial_placements(TWO_LAYERS, sizes[2], least=2))
+    params = layout.place(params, TWO_LAYERS, mesh, RULES)
+    same_replies(_rollout, params, **given, mesh=mesh, rules=RULES)
 
 
 @pytest.mark.exhaustive  # every mesh compiles a program of its own
