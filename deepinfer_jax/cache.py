@@ -281,19 +281,31 @@ def init_cache(
 
     With `paging` no slot has a page yet: whoever gives pages out sets `pages`.
     """
-    shapes = cache_shapes(cfg, numerics, slots, capacity, slack, paging, ranks)
-    cache = zeros(shapes)
-    own = jnp.arange(slots, dtype=jnp.int32)[:, None]  # without paging: one page each
-    return dataclasses.replace(cache, pages=own if paging is None else cache.pages - 1)
+    cache = zeros(cache_shapes(cfg, numerics, slots, capacity, slack, paging, ranks))
+    return (
+        _own_pages(cache) if paging is None else dataclasses.replace(cache, pages=cache.pages - 1)
+    )
 
 
-def share_of(cache: Cache) -> Cache:
-    """What each of the `ranks` devices of an empty cache has of it (inside `jax.shard_map`)."""
+def init_share(
+    cfg: ModelConfig, numerics: Numerics, slots: int, capacity: int, ranks: int
+) -> Cache:
+    """What each of `ranks` devices has of an empty cache that they share (inside `jax.shard_map`):
+    all of it but the global KV, of which no device makes more than its part.
+    """
+    shapes = cache_shapes(cfg, numerics, slots, capacity, ranks=ranks)
 
-    def own(stacks: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        return tuple(stack[:, :, : stack.shape[2] // cache.ranks] for stack in stacks)
+    def own(stacks: tuple[Any, ...]) -> tuple[Any, ...]:
+        sizes = ((*kv.shape[:2], kv.shape[2] // ranks, kv.shape[3]) for kv in stacks)
+        each = zip(sizes, stacks, strict=True)
+        return tuple(jax.ShapeDtypeStruct(size, kv.dtype) for size, kv in each)
 
-    return dataclasses.replace(cache, kv=own(cache.kv), keys=own(cache.keys))
+    return _own_pages(zeros(dataclasses.replace(shapes, kv=own(shapes.kv), keys=own(shapes.keys))))
+
+
+def _own_pages(cache: Cache) -> Cache:
+    """Without paging every slot has one page."""
+    return dataclasses.replace(cache, pages=jnp.arange(cache.slots, dtype=jnp.int32)[:, None])
 
 
 def ring_targets(rows: Rows, spans: Spans, ring: int) -> tuple[jax.Array, jax.Array]:

@@ -1,9 +1,9 @@
 """Data and expert parallelism: the transitions over a mesh, with the bits of one device.
 
 Sequences are split over all devices of the mesh, experts over its axis "expert" (`layout`), all
-else is on every device. Devices along an axis "context" have the same sequences and share the work
-on their rows, except that of decoding, which each does for itself. A row's sums all happen on its
-own device, in the order of one device.
+else is on every device. Devices along an axis "context" have the same sequences and share their
+global KV and the work on their rows, but not that of the drafter and of the head. A row's sums all
+happen on one device, in the order that they have alone.
 """
 
 from __future__ import annotations

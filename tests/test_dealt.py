@@ -227,10 +227,32 @@ def test_a_device_holds_its_share_of_global_kv_and_all_of_the_rest(ranks):
 def test_what_a_device_holds_of_an_empty_cache():
     """A capacity that the devices cannot share evenly is rounded up."""
     one = caches.cache_shapes(CFG, NUMERICS, 2, 9)
-    two = jax.eval_shape(lambda: caches.share_of(caches.init_cache(CFG, NUMERICS, 2, 9, ranks=2)))
+    two = jax.eval_shape(lambda: caches.init_share(CFG, NUMERICS, 2, 9, 2))
     assert [kv.shape[2] for kv in one.kv] == [5, 9]
     assert [kv.shape[2] for kv in two.kv] == [key.shape[2] for key in two.keys] == [3, 5]
     assert two.window.shape == one.window.shape
+
+
+def test_an_empty_cache_is_made_in_parts():
+    """No device makes more of global KV than its part, not even on the way."""
+    mesh, specs = mesh_of(2), spread.cache_specs(mesh_of(2))
+    whole = caches.cache_shapes(CFG, NUMERICS, 2, 180, ranks=2)
+
+    def share():
+        return caches.init_share(CFG, NUMERICS, 2, 180, 2)
+
+    over = jax.shard_map(share, mesh=mesh, in_specs=(), out_specs=specs, check_vma=False)
+    made = jax.jit(over)()
+    for name in ("window", "kv", "keys", "pages"):
+        how = jax.NamedSharding(mesh, getattr(specs, name))
+        each = (jax.tree.leaves(getattr(cache, name)) for cache in (made, whole))
+        for array, shaped in zip(*each, strict=True):
+            assert array.shape == shaped.shape
+            held = {shard.data.shape for shard in array.addressable_shards}
+            assert held == {how.shard_shape(shaped.shape)}, name
+    traced = str(jax.make_jaxpr(share)())
+    assert "[1,2,90,32]" in traced  # entries of single tokens
+    assert "[1,2,180,32]" not in traced
 
 
 def test_what_does_not_fit_a_shared_cache_is_refused():

@@ -95,7 +95,8 @@ def rollout(
     lengths = jnp.clip(lengths, 1, p)
     if scheduled is None:
         scheduled = jnp.full((1, b), size, jnp.int32)
-    cache = _empty_cache(b, p + new, split, cfg, numerics)
+    # Devices that share the rows have the cache together, too.
+    cache = caches.init_share(cfg, numerics, b, p + new, 1 if split is None else split.ranks)
     rows = row_sets.batch_rows(prompts, lengths)
     first, cache = steps.prefill(params, tables, rows, cache, sampling, cfg, numerics, split=split)
     ends = jnp.broadcast_to(jnp.atleast_2d(stops), (b, stops.shape[-1])).astype(jnp.int32)
@@ -110,14 +111,6 @@ def rollout(
     )
     out = _ended(out, ends)
     return _with_experts(out, params, tables, cfg, numerics) if routed else out
-
-
-def _empty_cache(
-    b: int, capacity: int, split: Split | None, cfg: ModelConfig, numerics: Numerics
-) -> Cache:
-    """Of b replies; of global KV what this device has that shares it."""
-    ranks = 1 if split is None else split.ranks
-    return caches.share_of(caches.init_cache(cfg, numerics, b, capacity, ranks=ranks))
 
 
 def _decoded(
