@@ -93,7 +93,7 @@ def attended(kv, ring, q, new, sink, selected, own, pages, numerics, split=None)
     entries, rings = Entries(kv, 1, pages), Ring(ring, 0)
     spans = spans_of(rows(), SLOTS)
     about: Any = q, new, rings, entries, selected, floor, sink, own, spans, reach, numerics
-    return attention.attend(*about) if split is None else dealt.attend(*about, split)
+    return attention.attend(*about) if split is None else dealt.attend(*about, rows(), split)
 
 
 @functools.partial(jax.jit, static_argnames="numerics")

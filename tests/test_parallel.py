@@ -117,12 +117,12 @@ def two_layers() -> tuple[parameters.Params, dict[str, Any], Any]:
     """(Parameters, arguments of all rollouts, the replies of one device without drafts)."""
     # In the host's memory experts are laid on slots without a program for every shape.
     params = jax.tree.map(np.asarray, parameters.init(jax.random.key(3), TWO_LAYERS))
+    # Truncation is a row's own matter, and a part of what is compiled.
+    asked = sampling.untruncated(sampling.make_sampling(B, [20.0, 4.0] * 4, seeds=range(B)))
     given = {
         "tables": tables.make_tables(TWO_LAYERS, np.arange(67, dtype=np.int32), 32),
         "prompts": tokens(), "lengths": LENGTHS, "stops": np.full(1, 1, np.int32),
-        # Truncation is a row's own matter, and a part of what is compiled.
-        "sampling": sampling.untruncated(sampling.make_sampling(B, [20.0, 4.0] * 4, seeds=range(B))),
-        "cfg": TWO_LAYERS, "numerics": NUMERICS, "new": NEW, "size": 2,
+        "sampling": asked, "cfg": TWO_LAYERS, "numerics": NUMERICS, "new": NEW, "size": 2,
     }  # fmt: skip
     return params, given, _rollout_one(params, **given, scheduled=drafted(0))
 

@@ -121,25 +121,28 @@ def _block_maxima(score: jax.Array, count: int, size: int, ranks: int) -> jax.Ar
 def attend(
     q: jax.Array, new: jax.Array, ring: Ring | None, entries: Entries, selected: jax.Array,
     floor: jax.Array, sink: jax.Array, rows: Rows, spans: Spans, reach: Reach, numerics: Numerics,
-    split: Split,
+    whole: Rows, split: Split,
 ) -> jax.Array:  # fmt: skip
     """`attention.attend` of this device's rows, with `entries` of which it has its share.
 
-    Some rows after others, as many at a time on every device: their vectors stand in memory.
+    whole: the rows of the call. Some rows after others, as many at a time on every device: their
+    vectors stand in memory.
     """
 
     def some(part: Any) -> jax.Array:
-        q, selected, floor, rows = part
-        fetched = _fetched(entries, selected, rows.slots, split)
+        (q, selected, floor, rows), slots = part
+        fetched = _fetched(entries, selected, slots.reshape(-1), split)
         return attention.attend(
             q, new, ring, None, selected, floor, sink, rows, spans, reach, numerics, fetched
         )
 
     each, count = (q, selected, floor, rows), q.shape[0]
+    slots = take_rows(whole, jnp.asarray(split.everybody())).slots
+    slots = jnp.maximum(slots, 0).reshape(split.ranks, count)  # everybody's
     if count <= ROWS_AT_ONCE:
-        return some(each)
-    blocks = -(-count // ROWS_AT_ONCE)
-    parts = jax.tree.map(functools.partial(_in_blocks, blocks=blocks), each)
+        return some((each, slots))
+    cut = functools.partial(_in_blocks, blocks=-(-count // ROWS_AT_ONCE))
+    parts = jax.tree.map(cut, each), cut(slots.T).swapaxes(1, 2)
     return lax.map(some, parts).reshape(-1, *q.shape[1:])[:count]
 
 
@@ -150,8 +153,10 @@ def _in_blocks(x: jax.Array, blocks: int) -> jax.Array:
 
 
 def _fetched(entries: Entries, selected: jax.Array, slots: jax.Array, split: Split) -> jax.Array:
-    """The entries [n, S] of own rows in `slots` [n] as they are stored, each from who has it."""
-    ids, slot = split.shown((selected, jnp.maximum(slots, 0)))
-    found = attention.stored_entries(entries, slot[:, None], ids // split.ranks)
+    """The entries [n, S] of own rows as they are stored, each from who has it; `slots` [C * n] are
+    everybody's.
+    """
+    ids = split.shown(selected)
+    found = attention.stored_entries(entries, slots[:, None], ids // split.ranks)
     owner = jnp.maximum(selected, 0) % split.ranks
     return jnp.take_along_axis(split.answered(found), owner[None, :, :, None], axis=0)[0]

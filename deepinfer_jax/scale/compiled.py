@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
-import math
 import time
 from typing import Any
 
@@ -64,10 +63,10 @@ class Program:
 
 def why_not(layout: Layout) -> str:
     """What keeps the programs at hand from running on a layout; empty where nothing does."""
-    if layout.size(CONTEXT) > 1:
+    if layout.size(CONTEXT) > 1 and layout.ranks == 1:
         return (
-            "a plan's programs share no rows over the mesh axis context; steps.prefill(split=) "
-            "does (docs/parallel.md 5)"
+            "devices along the mesh axis context have the same sequences and share their global "
+            "KV: split entry over it, slot and page over the other axes (docs/parallel.md 5)"
         )
     if layout.engram == "host":
         return "steps read Engram tables from the memory of the device, not of its host"
@@ -125,8 +124,8 @@ class _Scene:
         return self.shaped(axes.Leaf((self.slots, *more), jnp.dtype(dtype), names, "input"))
 
     def rows(self, dtype: Any) -> Any:
-        """A number for every row of a prefill, as many on each device."""
-        count = self.work.prefill * self.layout.parts("slot")
+        """A number for every row of a prefill, as many for all that share them."""
+        count = self.work.prefill * self.layout.ranks * self.layout.parts("slot")
         return self.shaped(axes.Leaf((count,), jnp.dtype(dtype), ("slot",), "rows"))
 
     def whole(self, shape: Any) -> Any:
@@ -143,9 +142,10 @@ class _Scene:
 def _arguments(scene: _Scene) -> tuple[Any, Any, Any, Any, Any]:
     """(params, tables, running, cache, sampling), as shapes with shardings."""
     cfg, work = scene.cfg, scene.work
-    page = -(-work.page // math.lcm(*cfg.ratios)) * math.lcm(*cfg.ratios) if cfg.ratios else 1
-    paging = cache.Paging(page, scene.slots * -(-work.context // page))
-    shapes = cache.cache_shapes(cfg, FORM, scene.slots, work.context, 1 + work.drafts, paging)
+    shapes = cache.cache_shapes(
+        cfg, FORM, scene.slots, work.context, 1 + work.drafts, work.paging(cfg, scene.layout),
+        scene.layout.ranks,
+    )  # fmt: skip
     running = Running(
         tokens=scene.vector(jnp.int32),
         active=scene.vector(bool),

@@ -45,11 +45,12 @@ class Layout:
             )
         if self.engram not in get_args(Place):
             raise ValueError(f"{self.name}: engram must be device or host, got {self.engram!r}")
-        if self.rules.mesh_axes("entry"):
+        shared = self.rules.mesh_axes("entry")
+        if shared not in ((), (CONTEXT,)) or set(shared) & set(self.rules.mesh_axes("slot")):
             raise ValueError(
-                f"{self.name}: rules must not split entry, got {self.rules.mesh_axes('entry')}: a "
-                "plan does not count what devices that share global KV send each other "
-                "(docs/parallel.md 5)"
+                f"{self.name}: rules must split entry over {CONTEXT!r}, and slot over other axes, "
+                f"or not at all, got {shared}: global KV is shared by devices with the same "
+                "sequences (docs/parallel.md 5)"
             )
         strange = {a for n, _ in self.rules.table for a in self.rules.mesh_axes(n)} - set(names)
         if strange:
@@ -64,6 +65,11 @@ class Layout:
         """Devices along a mesh axis."""
         return dict(self.mesh)[axis]
 
+    @property
+    def ranks(self) -> int:
+        """Devices that share the global KV of their sequences, and the rows."""
+        return self.parts("entry")
+
     def parts(self, logical: str) -> int:
         """Into how many parts a logical axis is cut."""
         return math.prod(self.size(name) for name in self.rules.mesh_axes(logical))
@@ -75,10 +81,11 @@ class Layout:
             if not self.off_device(spec):
                 axes.sharding_of(spec, mesh, self.rules)
         slots = self.parts("slot")
-        page = math.lcm(*cfg.ratios) if cfg.ratios else 1
+        page = math.lcm(*cfg.ratios) * self.ranks if cfg.ratios else 1
         shapes = cache.cache_shapes(
-            cfg, Numerics(rows="pallas"), slots, page, paging=cache.Paging(page, slots)
-        )
+            cfg, Numerics(rows="pallas"), slots, page, paging=cache.Paging(page, slots),
+            ranks=self.ranks,
+        )  # fmt: skip
         cache.cache_shardings(shapes, mesh, self.rules)
 
     def off_device(self, spec: Any) -> bool:

@@ -81,7 +81,7 @@ def compare(cfg: ModelConfig, hardware: Hardware, measured: Sequence[Measured]) 
     layout = layouts.over_experts(1)
     seconds = []
     for each in measured:
-        call = Call(each.rows, each.rows, each.slots, each.context, each.drafted)
+        call = Call(each.rows, each.rows, each.slots, each.context, each.drafted, shared=each.rows)
         asked = Workload(context=each.context, concurrency=each.slots, drafts=0)
         seconds.append(planned.step(cfg, layout, hardware, call, asked).seconds)
     return Comparison(tuple(measured), tuple(seconds))

@@ -13,9 +13,10 @@ from typing import Any
 
 import jax
 
-from deepinfer_jax import axes, cache, info, params, tables
+from deepinfer_jax import axes, cache, info, params, quant, tables
 from deepinfer_jax.axes import EXPERT
 from deepinfer_jax.config import ModelConfig
+from deepinfer_jax.model import dealt
 from deepinfer_jax.numerics import Numerics
 from deepinfer_jax.scale.layouts import Layout
 from deepinfer_jax.scale.workload import Call, Workload
@@ -84,10 +85,8 @@ def weights(cfg: ModelConfig, layout: Layout) -> tuple[Part, ...]:
 def caches(cfg: ModelConfig, layout: Layout, work: Workload) -> tuple[Part, ...]:
     """The cache of all sequences and the constant tables, by kind."""
     slots = work.slots(layout) * layout.parts("slot")
-    page = -(-work.page // math.lcm(*cfg.ratios)) * math.lcm(*cfg.ratios) if cfg.ratios else 1
-    paging = cache.Paging(page, slots * -(-work.context // page))
-    slack = max(1 + work.drafts, 1)
-    shapes = cache.cache_shapes(cfg, STORED, slots, work.context, slack, paging)
+    paging, slack = work.paging(cfg, layout), 1 + work.drafts
+    shapes = cache.cache_shapes(cfg, STORED, slots, work.context, slack, paging, layout.ranks)
     leaves = cache.cache_leaves(shapes)
 
     def size(*trees: Any) -> int:
@@ -112,18 +111,28 @@ def activations(cfg: ModelConfig, layout: Layout, call: Call, work: Workload) ->
     """
     t, d, c = call.rows, cfg.hidden_size, cfg.hc_mult
     heads = cfg.num_attention_heads * cfg.head_dim
-    kept = t * (2 * c * d * 2 + len(cfg.dspark_target_layer_ids) * d * 2)
+    kept = t * 2 * c * d * 2 + call.shared * len(cfg.dspark_target_layer_ids) * d * 2
     kept += t * 4 * (cfg.index_topk + cfg.candidate_topk_blocks)
     kept += t * 4 * cfg.num_hidden_layers * cfg.num_experts_per_tok
     entries = max((-(-call.context // m) for m in cfg.ratios), default=0)
     low = cfg.o_groups * cfg.o_lora_rank
+    fetched = (Part("shared KV on its way", _fetched(cfg, layout, t)),) if layout.ranks > 1 else ()
     return (
         Part("kept throughout", kept),
         Part("attention", t * (heads * (2 + 4 + 2) + low * 2 + 3 * d * 2)),
         Part("index scores", t * entries * (4 + 4) if cfg.index_source_layer_ids else 0),
         Part("routed experts", _experts(cfg, layout, t, work)),
         Part("logits", 3 * 4 * cfg.vocab_size * max(call.sampled, call.drafted)),
+        *fetched,
     )
+
+
+def _fetched(cfg: ModelConfig, layout: Layout, rows: int) -> int:
+    """Vectors that every device of a shared cache answers with, as they are sent and as they come:
+    some rows after others (`dealt.attend`).
+    """
+    together = min(rows, dealt.ROWS_AT_ONCE) * layout.ranks
+    return 2 * together * cfg.index_topk * quant.main_bytes(cfg.head_dim)
 
 
 def _experts(cfg: ModelConfig, layout: Layout, rows: int, work: Workload) -> int:

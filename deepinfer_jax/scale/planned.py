@@ -100,8 +100,10 @@ class Plan:
 
     @property
     def prefill_tokens_per_second(self) -> float:
-        """Prompt tokens of a device; those with the same sequences run the same rows."""
-        return self.prefill.rows * self._share / self.prefill.seconds
+        """Prompt tokens of a device. Those with the same sequences run the same rows, but where
+        they share the cache: then each has rows of its own.
+        """
+        return self.prefill.rows * self._share * self.layout.ranks / self.prefill.seconds
 
     @property
     def slots_share(self) -> float:
@@ -156,7 +158,7 @@ def step(
         limit = "arithmetic" if busy > moved else "memory"
         made.append(Timed(section.name, max(busy, moved), limit, section.operations, section.read))
     for sent in traffic.traffic(cfg, layout, call, workload):
-        spent = traffic.seconds(sent.sent, layout, hardware)
+        spent = traffic.seconds(sent, layout, hardware)
         made.append(Timed(sent.name, spent, "links", nbytes=sent.sent))
     return Step(call.rows, tuple(made))
 

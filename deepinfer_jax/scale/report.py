@@ -42,7 +42,7 @@ def _what(plan: Plan) -> str:
         f"{work.drafts} drafts; arithmetic {work.arithmetic}; exchange {work.exchange}; "
         f"balance {work.balance:g}"
     )
-    names = {"vocab": "vocabulary", "engram_rows": "Engram rows"}
+    names = {"vocab": "vocabulary", "engram_rows": "Engram rows", "entry": "global KV"}
     cut = [name for logical, name in names.items() if plan.layout.parts(logical) > 1]
     if cut:
         text += f"\ndivided too: {' and '.join(cut)}"

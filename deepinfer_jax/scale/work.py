@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from deepinfer_jax import quant
+from deepinfer_jax import info, quant
 from deepinfer_jax.axes import EXPERT
 from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.params import Spec
@@ -18,6 +18,7 @@ from deepinfer_jax.scale.hardware import Precision
 from deepinfer_jax.scale.layouts import Layout
 from deepinfer_jax.scale.workload import Call, Workload
 
+_OF_ENTRIES = ("compressors", "index keys")
 _FLOAT32 = 2  # passes of bfloat16 units that a float32 product counts as: half their rate
 
 
@@ -40,7 +41,7 @@ def sections(cfg: ModelConfig, layout: Layout, call: Call, work: Workload) -> tu
     made = [
         _matrices("attention", ("attention", "Engram dense"), cfg, layout, call, work),
         _core(cfg, call),
-        _scores(cfg, call, work),
+        _scores(cfg, layout, call, work),
         _matrices("shared experts", ("shared experts",), cfg, layout, call, work),
         _routed(cfg, layout, call.rows, work, draft=False),
         _streams(cfg, layout, call, work),
@@ -94,7 +95,12 @@ def _matrices(
     name: str, kinds: tuple[str, ...], cfg: ModelConfig, layout: Layout, call: Call,
     work: Workload,
 ) -> Section:  # fmt: skip
-    return _total(name, [(s, call.rows) for s in _named(cfg, kinds, layout)], layout, work)
+    # Entries are made of all rows by every device that shares them.
+    each = [
+        (s, call.shared if info.component_of(s) in _OF_ENTRIES else call.rows)
+        for s in _named(cfg, kinds, layout)
+    ]
+    return _total(name, each, layout, work)
 
 
 def _keys(cfg: ModelConfig, layer: int, context: int) -> tuple[int, int]:
@@ -115,9 +121,10 @@ def _core(cfg: ModelConfig, call: Call) -> Section:
     return Section("attention over keys", (("bf16", 2.0 * macs * call.rows),), read * call.rows)
 
 
-def _scores(cfg: ModelConfig, call: Call, work: Workload) -> Section:
+def _scores(cfg: ModelConfig, layout: Layout, call: Call, work: Workload) -> Section:
     """Index scores. A full scan of keys is counted once for all rows of a sequence, which see the
-    same; candidates, which a row has of its own, for every row.
+    same; candidates, which a row has of its own, for every row. Devices that share them score
+    their part of the keys for the rows of all.
     """
     per_key = cfg.index_n_heads * cfg.index_head_dim
     size = quant.index_bytes(cfg.index_head_dim)
@@ -128,7 +135,7 @@ def _scores(cfg: ModelConfig, call: Call, work: Workload) -> Section:
         restricted = 0 <= cfg.candidate_source_layer_id < layer and entries > most
         seen = most if restricted else entries
         macs += per_key * seen * call.rows
-        read += size * seen * (call.rows if restricted else call.slots)
+        read += size * seen * (call.rows if restricted else call.slots / layout.ranks)
     precision: Precision = "fp4" if work.arithmetic == "stored" else "bf16"
     written = (
         4.0
@@ -179,7 +186,7 @@ def _drafter(cfg: ModelConfig, layout: Layout, call: Call, work: Workload) -> Se
     each: list[tuple[Spec, float]] = []
     for spec in _named(cfg, ("drafter",), layout):
         if not _is_routed(spec) and products(spec):
-            rows = call.rows if "main_proj" in spec.template else call.drafted
+            rows = call.shared if "main_proj" in spec.template else call.drafted
             each.append((spec, rows))
     head = [s for s in _named(cfg, ("embedding and head",), layout) if products(s)]
     each += [(spec, call.drafted) for spec in head]

@@ -6,6 +6,7 @@ import dataclasses
 import math
 from typing import Literal, get_args
 
+from deepinfer_jax.cache import Paging
 from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.scale.layouts import Layout
 
@@ -21,7 +22,7 @@ class Workload:
     concurrency sequences on the whole mesh
     drafts      verified in every round; 0: plain decoding
     acceptance  probability that a draft is right if all before it are; assumed, not measured
-    prefill     rows of one device in a call that runs prompts
+    prefill     rows of one device in a call that runs prompts, before padding
     balance     busiest device over the mean, in routed experts (`moe_lb`)
     arithmetic  "bf16": weights are decoded before they multiply, as this package does; "stored":
                 FP8 by FP8, and FP4 by FP4 for index scores, as hardware with such units could
@@ -72,6 +73,13 @@ class Workload:
         """Sequences on a device."""
         return -(-self.concurrency // layout.parts("slot"))
 
+    def paging(self, cfg: ModelConfig, layout: Layout) -> Paging:
+        """Pages of all sequences of the mesh; each has entries for all devices that share it."""
+        least = math.lcm(*cfg.ratios) * layout.ranks if cfg.ratios else 1
+        page = -(-self.page // least) * least if cfg.ratios else 1
+        slots = self.slots(layout) * layout.parts("slot")
+        return Paging(page, slots * -(-self.context // page))
+
     @property
     def emitted(self) -> float:
         """Expected tokens of a round, the one after the last right draft included."""
@@ -80,23 +88,35 @@ class Workload:
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """One call as a device sees it: its rows, those whose logits it wants, its sequences."""
+    """One call as a device sees it: its rows, those whose logits it wants, its sequences.
+
+    drafted: rows of draft blocks; shared: rows of all devices that have the same sequences, of
+    which `rows` are its own, padding among them.
+    """
 
     rows: int
     sampled: int
     slots: int
     context: int
-    drafted: int  # rows of draft blocks
+    drafted: int
+    shared: int
 
     @classmethod
     def decode(cls, cfg: ModelConfig, layout: Layout, work: Workload) -> Call:
         """A round: drafts, their verification, a token more."""
         slots = work.slots(layout)
         rows = slots * (1 + work.drafts)
-        return cls(rows, rows, slots, work.context, slots * work.drafts)
+        own = own_rows(rows, layout.ranks)
+        return cls(own, rows, slots, work.context, slots * work.drafts, rows)
 
     @classmethod
     def prompts(cls, cfg: ModelConfig, layout: Layout, work: Workload) -> Call:
         """A chunk of prompts, seen at the end of their context."""
-        slots = work.slots(layout)
-        return cls(work.prefill, slots, min(slots, work.prefill), work.context, 0)
+        slots, rows = work.slots(layout), work.prefill * layout.ranks
+        own = own_rows(rows, layout.ranks)
+        return cls(own, slots, min(slots, rows), work.context, 0, rows)
+
+
+def own_rows(rows: int, ranks: int) -> int:
+    """Rows of each of `ranks` devices that share them, as `mirror.mirrored` cuts a call."""
+    return rows if ranks == 1 else 2 * -(-rows // (2 * ranks))

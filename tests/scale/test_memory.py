@@ -40,12 +40,13 @@ def test_devices_together_hold_every_weight(name):
     for kind, spec in memory.specs(cfg):
         sizes = split if cut.intersection(spec.axes) else whole
         sizes[kind] += math.prod(spec.shape) * spec.dtype.itemsize
+    copies = layout.devices // layout.size("expert")
     for part in memory.weights(cfg, layout):
         if part.kind != "Engram tables":
-            held = split[part.kind] + layout.devices * whole[part.kind]
+            held = copies * split[part.kind] + layout.devices * whole[part.kind]
             assert part.device * layout.devices == held, part.kind
         elif layout.engram == "device":
-            spare = part.device * layout.devices - whole[part.kind]
+            spare = part.device * layout.parts("engram_rows") - whole[part.kind]
             assert 0 <= spare < 2 * 264 * layout.devices
         else:
             assert (part.device, part.host) == (0, whole[part.kind])

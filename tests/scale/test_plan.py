@@ -15,6 +15,7 @@ from deepinfer_jax.scale import memory, traffic, work
 from tests.scale import released
 
 H200, NODE = scale.load_hardware("h200"), scale.over_experts(8)
+SHARING = scale.load_layout("h200-16-context")
 CONTEXTS = (1, 100, 4096, 65536, 1 << 20)
 
 
@@ -80,7 +81,7 @@ def test_experts_are_read_as_far_as_rows_choose_them():
 
 def test_traffic_of_an_exchange():
     cfg = released.config()
-    call = scale.Call(rows=10, sampled=10, slots=10, context=64, drafted=0)
+    call = scale.Call(rows=10, sampled=10, slots=10, context=64, drafted=0, shared=10)
     asked = scale.Workload(drafts=0)
     (rows, *_) = traffic.traffic(cfg, NODE, call, asked)
     assert rows.sent == 40 * 7 * 10 * (2 * 5120 + 6 * 8 + 6 * 2 * 5120)
@@ -92,9 +93,55 @@ def test_traffic_of_an_exchange():
 
 
 def test_links_within_and_beyond_a_domain():
-    assert traffic.seconds(7.0, NODE, H200) == 7.0 / H200.link
-    beyond = traffic.seconds(63.0, scale.over_experts(64), H200)
+    assert traffic.seconds(traffic.Traffic("", 7.0), NODE, H200) == 7.0 / H200.link
+    beyond = traffic.seconds(traffic.Traffic("", 63.0), scale.over_experts(64), H200)
     assert beyond == pytest.approx(56.0 / H200.network)
+    # Those who share global KV are as far apart as a group of experts is large.
+    sent = traffic.Traffic("", 3.0, axis="context")
+    near, far = (
+        dataclasses.replace(SHARING, mesh=(("data", 1), ("context", 4), *others))
+        for others in ((("expert", 2), ("tensor", 1)), (("expert", 8), ("tensor", 1)))
+    )
+    assert traffic.seconds(sent, near, H200) == 3.0 / H200.link
+    assert traffic.seconds(sent, far, H200) == 3.0 / H200.network
+
+
+def test_shared_global_kv_by_hand():
+    """What a row sends another device that has its sequence: docs/parallel.md 5."""
+    cfg, work = released.config(), scale.Workload(context=1 << 20, concurrency=64, drafts=5)
+    call = scale.Call.decode(cfg, SHARING, work)
+    assert (call.rows, call.shared, call.slots) == (24, 48, 8)
+    rows, searches, vectors, *_ = traffic.traffic(cfg, SHARING, call, work)
+    assert {each.axis for each in (rows, searches, vectors)} == {"context"}
+    assert rows.sent == 24 * 2 * (40 * 512 + (4 + 1 + 3) * 5120)
+    assert vectors.sent == 24 * 38 * 512 * (4 + 288)
+    queries, best = 8 * (32 * 128 * 2 + 32 * 4), 8 * 2 * 512 * 4
+    candidates = 4 * 4 * 2048 + 4 * (1 << 20) / 8  # shown to four layers, found for all blocks
+    assert searches.sent == 24 * (queries + best + candidates)
+    alone = dataclasses.replace(work, concurrency=8)
+    mine, one = (
+        {part.kind: part.device for part in memory.caches(cfg, layout, asked)}
+        for layout, asked in ((SHARING, work), (scale.over_experts(1), alone))
+    )
+    for kind in ("compressed KV", "index keys"):
+        assert 2 * mine[kind] == one[kind]
+    assert mine["window rings"] == one["window rings"]
+
+
+def test_devices_that_share_a_context_share_the_work():
+    """Of rows and searches, but not of entries, drafts and logits, at the cost of links."""
+    cfg, context = released.config(), 1 << 20
+    asked = {"concurrency": 64, "context": context}
+    two, one = (
+        {s.name: s for s in scale.plan(cfg, layout, H200, scale.Workload(**more)).decode.sections}
+        for layout, more in ((SHARING, asked), (NODE, asked))
+    )
+    for name in ("attention over keys", "index scores", "shared experts"):
+        assert 2 * two[name].flops == one[name].flops
+    assert one["attention"].flops < 2 * two["attention"].flops < 1.2 * one["attention"].flops
+    assert two["head and sampling"].flops == one["head and sampling"].flops
+    assert set(two) - set(one) == {"shared rows", "shared searches", "shared KV"}
+    assert {two[name].limit for name in set(two) - set(one)} == {"links"}
 
 
 # -- properties ----------------------------------------------------------------------------------
@@ -192,7 +239,7 @@ def test_workloads_that_are_refused(changes, message):
 
 def test_measured_rounds_are_compared(tmp_path):
     cfg = released.config()
-    call = scale.Call(rows=12, sampled=12, slots=2, context=64, drafted=10)
+    call = scale.Call(rows=12, sampled=12, slots=2, context=64, drafted=10, shared=12)
     one = scale.over_experts(1)
     seconds = scale.step(cfg, one, H200, call, scale.Workload(drafts=0)).seconds
     path = tmp_path / "rounds.json"
