@@ -69,6 +69,11 @@ def expert_counts(cfg: ModelConfig) -> dict[str, tuple[int, int]]:
     return counts
 
 
+def expert_parts(mesh: Mesh, rules: Rules = EXPERTS) -> int:
+    """Into how many parts experts are split; 1 where every device has all of them."""
+    return math.prod(mesh.shape[name] for name in rules.mesh_axes("expert"))
+
+
 def initial_placements(cfg: ModelConfig, devices: int, least: int = 0) -> dict[str, Placement]:
     """`eplb.initial_placement` of each stack on slots with at least `least` extra replicas.
 

@@ -20,6 +20,7 @@ import jax
 import numpy as np
 import pytest
 
+from deepinfer_jax import resources
 from deepinfer_jax.cli import cluster, generating, meshes, running
 from deepinfer_jax.cli.inputs import Given
 from deepinfer_jax.cli.refusal import Refused
@@ -98,6 +99,20 @@ def test_sizes_of_a_mesh(given, want):
             meshes.sizes_of(args)
     else:
         assert meshes.sizes_of(args) == want
+
+
+def test_a_layout_whose_experts_are_whole_has_none_to_move(tmp_path):
+    data = json.loads(resources.table_file("meshes", "layout", "h200-8").read_text("utf-8"))
+    del data["rules"]["expert"]
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps(data), "utf-8")
+    parser = argparse.ArgumentParser()
+    meshes.add_options(parser)
+    cfg = tiny_model.model().cfg
+    site, _ = meshes.site_of(parser.parse_args(["--mesh", str(path)]), cfg)
+    assert {placement.devices for placement in site.placements.values()} == {1}
+    with pytest.raises(Refused, match=r"mine.json: experts cannot move"):
+        meshes.site_of(parser.parse_args(["--mesh", str(path), "--rearrange-every", "3"]), cfg)
 
 
 def test_every_result_is_written_once_and_to_a_file_of_its_own(tmp_path):

@@ -117,6 +117,7 @@ def site_of(args: argparse.Namespace, cfg: ModelConfig) -> tuple[Site, Balancing
     import jax
 
     from deepinfer_jax import layout
+    from deepinfer_jax.engine import balance
     from deepinfer_jax.engine.balance import Balancing
     from deepinfer_jax.engine.sites import ONE, Site
 
@@ -129,9 +130,15 @@ def site_of(args: argparse.Namespace, cfg: ModelConfig) -> tuple[Site, Balancing
             f"--mesh {args.mesh} needs {count} devices, {len(devices)} are there; change the sizes"
         )
     mesh = layout.device_mesh(sizes.data, sizes.expert, devices[:count], sizes.context)
-    placements = layout.initial_placements(cfg, sizes.expert, args.extra_experts)
+    rules = rules_of(args)
     balancing = Balancing(args.rearrange_every, window=max(args.rearrange_every, 1))
-    return Site(mesh, placements, rules_of(args)), balancing
+    try:
+        parts = layout.expert_parts(mesh, rules)
+        site = Site(mesh, layout.initial_placements(cfg, parts, args.extra_experts), rules)
+        balance.check(site, balancing)
+    except ValueError as error:
+        raise Refused(f"--mesh {args.mesh}: {error}") from None
+    return site, balancing
 
 
 def straight(args: argparse.Namespace, site: Site) -> Onto | None:

@@ -36,6 +36,16 @@ class Balancing:
 AS_IT_IS = Balancing()
 
 
+def check(site: Site, balancing: Balancing) -> None:
+    """Raise ValueError where experts are to move, but every device has all of them by the rules."""
+    if balancing.interval and site.mesh is not None and not site.rules.mesh_axes("expert"):
+        raise ValueError(
+            "experts cannot move to where the load is: the rules of the mesh have none for "
+            '"expert", so that every device has all of them. Split them over the mesh axis '
+            '"expert", or do not rearrange'
+        )
+
+
 class Balance:
     """Loads of the latest calls, the placements as they are, and the layers that are to move."""
 

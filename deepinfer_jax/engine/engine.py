@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from deepinfer_jax.engine import pictures
+from deepinfer_jax.engine import balance, pictures
 from deepinfer_jax.engine.balance import AS_IT_IS, Balance, Balancing
 from deepinfer_jax.engine.calls import Shown, calls, joint_calls
 from deepinfer_jax.engine.device import Device
@@ -58,6 +58,7 @@ class Engine:
         `observer`: is told of every call of the device; it may read the engine, nothing else.
         """
         check_policy(policy)
+        balance.check(site, balancing)
         self._model, self._sizes, self._policy, self._site = model, sizes, policy, site
         own = sizes.of_part(site.parts)
         self._limit = 1 if eager else MOST_STEPS

@@ -45,7 +45,8 @@ class Site:
 
     Along an axis "context" devices share slots and their global KV. placements: of the experts on
     the mesh; rules: what parameters are split over. Raises ValueError for rules that no step runs
-    with (`layout.why_not`), and for a mesh with other axes than "data", "context" and "expert".
+    with (`layout.why_not`), for a mesh with other axes than "data", "context" and "expert", and for
+    placements on another number of devices than the rules split experts over.
     """
 
     mesh: Mesh | None = None
@@ -62,6 +63,12 @@ class Site:
                 f"mesh must have no axes but {DATA}, {CONTEXT}, {EXPERT}, got {others} too: make "
                 "it with `layout.device_mesh` (docs/parallel.md 1)"
             )
+        for name, placement in self.placements.items():
+            if placement.devices != self.expert_parts:
+                raise ValueError(
+                    f"the placement of {name!r} is on {placement.devices} devices, the rules of "
+                    f"the mesh split experts over {self.expert_parts}: give both the same"
+                )
 
     @property
     def parts(self) -> int:
@@ -72,6 +79,11 @@ class Site:
     def ranks(self) -> int:
         """Devices that share the slots and the global KV of one part."""
         return 1 if self.mesh is None else spread.ranks_of(self.mesh)
+
+    @property
+    def expert_parts(self) -> int:
+        """Devices that experts are split over; 1 where each has all of them."""
+        return 1 if self.mesh is None else layout.expert_parts(self.mesh, self.rules)
 
     @property
     def programs(self) -> Any:

@@ -95,7 +95,6 @@ def rollout(
     lengths = jnp.clip(lengths, 1, p)
     if scheduled is None:
         scheduled = jnp.full((1, b), size, jnp.int32)
-    # Devices that share the rows have the cache together, too.
     cache = caches.init_share(cfg, numerics, b, p + new, 1 if split is None else split.ranks)
     rows = row_sets.batch_rows(prompts, lengths)
     first, cache = steps.prefill(params, tables, rows, cache, sampling, cfg, numerics, split=split)

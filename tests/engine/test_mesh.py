@@ -28,14 +28,15 @@ RULES = dataclasses.replace(
 )
 
 
-def answered(data, context, expert, balancing=AS_IT_IS, **more):
+def answered(data, context, expert, balancing=AS_IT_IS, rules=RULES, **more):
     """(Results in order, records of the steps, statistics) of an engine over a mesh, with
     vocabulary and Engram rows split like experts.
     """
     model = tiny_model.model()
     devices = jax.devices()[: data * context * expert]
     mesh = layout.device_mesh(data, expert, devices, context=context)
-    site = Site(mesh, layout.initial_placements(model.cfg, expert, least=2), RULES)
+    parts = layout.expert_parts(mesh, rules)
+    site = Site(mesh, layout.initial_placements(model.cfg, parts, least=2), rules)
     sizes = dataclasses.replace(single.SIZES, slots=2).of_all(site.parts)
     records = []
     running = Engine(model, sizes, site=site, balancing=balancing, observer=records.append, **more)
@@ -58,6 +59,12 @@ def test_experts_that_move_while_replies_are_made_change_no_bit():
     seen = [record.moe_lb for record in records if record.moe_lb is not None]
     assert len(seen) > 8
     assert 1.0 <= min(seen) <= max(seen) <= 2.0
+
+
+def test_experts_that_every_device_has_change_no_bit():
+    """By rules that split the vocabulary alone."""
+    found, _, _ = answered(1, 1, 2, rules=Rules.of(vocab="expert"))
+    assert found == single.alone()
 
 
 @pytest.mark.parametrize("drafts", [2, 0])

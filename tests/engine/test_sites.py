@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from deepinfer_jax import axes, eplb, layout
 from deepinfer_jax.axes import Rules
 from deepinfer_jax.cache import Cache
-from deepinfer_jax.engine import memory, sizes, spread
+from deepinfer_jax.engine import Engine, balance, memory, sizes, spread
 from deepinfer_jax.engine.balance import Balance, Balancing
 from deepinfer_jax.engine.calls import joint_calls
 from deepinfer_jax.engine.sites import ONE, Site
@@ -50,6 +50,19 @@ def test_a_mesh_with_other_axes_is_refused():
         Site(mesh(), rules=Rules.of(heads="data"))
     assert Site(mesh(data=2)).parts == 4
     assert (ONE.parts, ONE.ranks, ONE.processes) == (1, 1, 1)
+
+
+def test_experts_that_every_device_has_do_not_move():
+    whole = Rules.of(vocab="expert")
+    with pytest.raises(ValueError, match=r"'layers' is on 2 devices, .* split experts over 1"):
+        Site(mesh(), layout.initial_placements(CFG, 2), whole)
+    with pytest.raises(ValueError, match=r"'layers' is on 1 devices, .* split experts over 2"):
+        Site(mesh(), layout.initial_placements(CFG, 1))
+    site = Site(mesh(), layout.initial_placements(CFG, 1), whole)
+    balance.check(site, Balancing())
+    model: Any = None
+    with pytest.raises(ValueError, match=r"experts cannot move .* have none for"):
+        Engine(model, SIZES, site=site, balancing=Balancing(interval=3))
 
 
 def test_devices_along_context_have_the_same_slots():
