@@ -109,13 +109,15 @@ def _context(cfg: ModelConfig, layout: Layout, call: Call, work: Workload) -> tu
     all of them, what of a search comes back, and the chosen vectors.
     """
     reading = sum(1 for ratio in cfg.compress_ratios[: cfg.num_hidden_layers] if ratio)
+    some, padded, asking = dealt.ROWS_AT_ONCE, call.rows, len(cfg.index_source_layer_ids)
+    if call.rows > some:
+        # Some rows after others, in a loop of every layer's own. Otherwise places are sent once for
+        # all layers that use them: the compiler sees that they are the same.
+        padded, asking = -(-call.rows // some) * some, reading
     vectors = [
-        (_SHOWN, reading * cfg.index_topk, 4),
+        (_SHOWN, asking * cfg.index_topk, 4),
         (_ANSWERED, reading * cfg.index_topk * quant.main_bytes(cfg.head_dim), 1),
     ]
-    # They travel for some rows after others.
-    some = dealt.ROWS_AT_ONCE
-    padded = call.rows if call.rows <= some else -(-call.rows // some) * some
     return (
         _along("shared rows", _of_rows(cfg), call.rows, layout),
         _along("shared searches", _of_searches(cfg, layout, work), call.rows, layout),
@@ -142,9 +144,8 @@ def _of_rows(cfg: ModelConfig) -> list[_Numbers]:
 
 
 def _of_searches(cfg: ModelConfig, layout: Layout, work: Workload) -> list[_Numbers]:
-    """Queries, and candidates where a layer has some; the best entries and blocks of each device.
-
-    As `dealt.select`.
+    """Queries, and once the candidates where a layer has some; the best entries and blocks of each
+    device. As `dealt.select`.
     """
     paging, ranks, size = work.paging(cfg, layout), layout.ranks, cfg.candidate_block_size
     made: list[_Numbers] = []
@@ -154,13 +155,13 @@ def _of_searches(cfg: ModelConfig, layout: Layout, work: Workload) -> list[_Numb
         scored = held
         made.append((_SHOWN, cfg.index_n_heads * cfg.index_head_dim, 2))
         made.append((_SHOWN, cfg.index_n_heads, 4))
+        width = index.candidate_width(cfg, held * ranks)
         if kind.uses_candidates:
-            width = index.candidate_width(cfg, held * ranks)
-            made.append((_SHOWN, width, 4))
             scored = width * -(-size // ranks)
         made.append((_ANSWERED, 2 * min(cfg.index_topk, scored), 4))
         if kind.candidate_source and any(later.uses_candidates for later in cfg.kinds()):
             made.append((_ANSWERED, -(-held * ranks // size), 4))
+            made.append((_SHOWN, width, 4))
     return made
 
 

@@ -19,14 +19,15 @@ CFG = dataclasses.replace(
 )  # fmt: skip
 LAYOUT = scale.over_experts(4)
 WORK = scale.Workload(context=32, concurrency=8, drafts=2, prefill=6, page=8)
-# Two devices share the sequences of each of two; candidates of one layer are used by the next.
+# Two devices share the sequences of each of two. Two layers choose among the candidates, and three
+# more use each of their choices, in loops as those of the released model.
 SHARING = dataclasses.replace(
     scale.load_layout("h200-16-context"),
     mesh=(("data", 1), ("context", 2), ("expert", 2), ("tensor", 1)),
 )
 REINDEXED = dataclasses.replace(
-    CFG, num_hidden_layers=4, compress_ratios=(0, 2, 1, 1, 0), index_source_layer_ids=(1, 2, 3),
-    dspark_target_layer_ids=(3,),
+    CFG, num_hidden_layers=11, compress_ratios=(0, 2, *(1,) * 9, 0),
+    index_source_layer_ids=(1, 2, 3, 7), dspark_target_layer_ids=(8, 9, 10),
 )  # fmt: skip
 
 

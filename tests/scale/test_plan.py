@@ -114,9 +114,9 @@ def test_shared_global_kv_by_hand():
     rows, searches, vectors, *_ = traffic.traffic(cfg, SHARING, call, work)
     assert {each.axis for each in (rows, searches, vectors)} == {"context"}
     assert rows.sent == 24 * 2 * (40 * 512 + (4 + 1 + 3) * 5120)
-    assert vectors.sent == 24 * 38 * 512 * (4 + 288)
+    assert vectors.sent == 24 * 512 * (8 * 4 + 38 * 288)  # places of the eight that choose
     queries, best = 8 * (32 * 128 * 2 + 32 * 4), 8 * 2 * 512 * 4
-    candidates = 4 * 4 * 2048 + 4 * (1 << 20) / 8  # shown to four layers, found for all blocks
+    candidates = 4 * 2048 + 4 * (1 << 20) / 8  # shown once, found for all blocks
     assert searches.sent == 24 * (queries + best + candidates)
     alone = dataclasses.replace(work, concurrency=8)
     mine, one = (
