@@ -2,6 +2,7 @@
 
 import collections
 import json
+import os
 import shutil
 import signal
 import tempfile
@@ -13,6 +14,7 @@ import hypothesis
 import jax
 import pytest
 
+from deepinfer_jax.cli import meshes
 from tests.golden import reader
 
 # --- numerics switches -------------------------------------------------------------------------
@@ -21,7 +23,9 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 # --- end of numerics switches ------------------------------------------------------------------
 
-# Sharded programs are tested on eight CPU devices; harmless where the default device is a GPU.
+# Sharded programs are tested on eight CPU devices; harmless where the default device is a GPU. They
+# share cores with other workers, and may have to wait for each other; so may those of commands.
+meshes.wait_longer(os.environ)
 jax.config.update("jax_num_cpu_devices", 8)
 
 # A compiling example has no meaningful deadline. The default profile draws the same examples in

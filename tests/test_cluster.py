@@ -101,6 +101,49 @@ def test_sizes_of_a_mesh(given, want):
         assert meshes.sizes_of(args) == want
 
 
+@pytest.mark.parametrize(
+    ("flags", "want"),
+    [
+        ("", f"{meshes._WAITING}=600"),
+        ("--xla_dump_to=d", f"--xla_dump_to=d {meshes._WAITING}=600"),
+        (f"{meshes._WAITING}=5", f"{meshes._WAITING}=5"),
+        ("flags.txt", "flags.txt"),
+    ],
+)
+def test_devices_of_a_cpu_wait_longer_unless_told_how_long(flags, want):
+    environ = {"XLA_FLAGS": flags}
+    meshes.wait_longer(environ)
+    assert environ["XLA_FLAGS"] == want
+
+
+LATE = """
+import time, jax
+jax.config.update("jax_num_cpu_devices", 2)
+mesh = jax.make_mesh((2,), ("x",), (jax.sharding.AxisType.Auto,))
+
+def body(x):
+    late = lambda x: time.sleep(6 * float(x[0])) or x
+    x = jax.pure_callback(late, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+    return jax.lax.all_gather(x, "x", tiled=True)
+
+P = jax.sharding.PartitionSpec
+over = jax.shard_map(body, mesh=mesh, in_specs=P("x"), out_specs=P(), check_vma=False)
+print(jax.jit(over)(jax.numpy.arange(2.0)))
+"""
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("seconds", [1, 600])
+def test_xla_hears_how_long_devices_wait(seconds):
+    """A device comes six seconds late."""
+    flags = f"{meshes._WAITING}={seconds} --xla_cpu_collective_call_warn_stuck_timeout_seconds=1"
+    environ = {**os.environ, "XLA_FLAGS": flags}
+    command = [sys.executable, "-c", LATE]
+    ended = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
+    assert (ended.returncode == 0) == (seconds == 600), ended.stderr
+    assert ("Termination timeout" in ended.stderr) == (seconds == 1)
+
+
 def test_a_layout_whose_experts_are_whole_has_none_to_move(tmp_path):
     data = json.loads(resources.table_file("meshes", "layout", "h200-8").read_text("utf-8"))
     del data["rules"]["expert"]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
+from collections.abc import MutableMapping
 from typing import TYPE_CHECKING, NamedTuple
 
 from deepinfer_jax.cli.refusal import Refused
@@ -16,6 +18,8 @@ if TYPE_CHECKING:
     from deepinfer_jax.layout import Onto
     from deepinfer_jax.scale import Layout
 
+_WAITING = "--xla_cpu_collective_call_terminate_timeout_seconds"
+_MOST_SECONDS = 600
 _SIZES = re.compile(r"(data|expert|context)=([1-9][0-9]{0,5})")
 
 
@@ -94,6 +98,21 @@ def _named(name: str) -> Layout:
     return layout
 
 
+def wait_longer(environ: MutableMapping[str, str]) -> None:
+    """Let the devices of a CPU wait for each other for ten minutes, unless XLA_FLAGS says how long.
+
+    They wait in every collective, and XLA ends the process where one came a minute after another,
+    as happens on a machine with other work. Has to be called before JAX makes devices.
+    """
+    import jax
+
+    flags = environ.get("XLA_FLAGS", "").strip()
+    # XLA ends a process at a flag that it does not know, and flags may be in a file.
+    known = jax.__version_info__ < (0, 12)
+    if known and _WAITING not in flags and (not flags or flags.startswith("-")):
+        environ["XLA_FLAGS"] = f"{flags} {_WAITING}={_MOST_SECONDS}".strip()
+
+
 def make_devices(sizes: MeshSizes | None, processes: int) -> None:
     """As many CPU devices in this process as its part of the mesh needs, where it has none yet.
 
@@ -106,6 +125,7 @@ def make_devices(sizes: MeshSizes | None, processes: int) -> None:
     count = sizes.devices
     if count % processes:
         raise Refused(f"--mesh: {count} devices cannot be shared by {processes} processes")
+    wait_longer(os.environ)
     try:
         jax.config.update("jax_num_cpu_devices", count // processes)
     except RuntimeError:
