@@ -82,6 +82,7 @@ def test_what_is_missing_or_wrong_is_said(given, said):
         (["--mesh", "context=2,expert=4"], (1, 4, 2)),
         ([], None),
         (["--mesh", "h200-16"], (1, 16, 1)),
+        (["--mesh", "h200-16-context"], (1, 8, 2)),
         (["--mesh", "data=0"], "must be like data=2,expert=4"),
         (["--mesh", "h200-9"], "unknown layout 'h200-9': give one of"),
         (["--mesh", "h200-8-host"], "Engram tables in the memory of hosts, which an engine"),

@@ -335,7 +335,9 @@ def _sparse_attention(
     about: Any = (floor, sink, call.rows, call.spans, reach, numerics)
     if cache is not None and cache.ranks > 1 and entries is not None:
         assert call.split is not None
-        o = dealt.attend(q, k, ring, entries, s.selected, *about, call.whole, call.split)
+        o = dealt.attend(
+            q, k, ring, entries, s.selected, *about, whole=call.whole, split=call.split
+        )
     else:
         o = attention.attend(q, k, ring, entries, s.selected, *about)
     s = _keep(

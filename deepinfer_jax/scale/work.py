@@ -96,7 +96,7 @@ def _matrices(
     work: Workload,
 ) -> Section:  # fmt: skip
     # Entries are made of all rows by every device that shares them.
-    each = [
+    each: list[tuple[Spec, float]] = [
         (s, call.shared if info.component_of(s) in _OF_ENTRIES else call.rows)
         for s in _named(cfg, kinds, layout)
     ]
