@@ -214,7 +214,7 @@ def test_entries_beyond_32_bits_are_reached(shape, alone):
 
 
 def test_the_layer_that_is_cut_out(monkeypatch):
-    monkeypatch.setattr(addressing, "_out_of_reach", lambda shape, _: len(shape) == 4)
+    monkeypatch.setattr(addressing, "out_of_reach", lambda shape, _: len(shape) == 4)
     weight = stored("fp4_group", 3, 2, 40, 96)
     alone, place = addressing.addressable(weight, jnp.int32(2))
     assert int(place) == 0

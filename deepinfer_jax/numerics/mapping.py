@@ -11,7 +11,7 @@ from jax import lax
 
 from deepinfer_jax.numerics.settings import Numerics
 
-_ROWS_AT_ONCE = 256  # 640 slots of 512 bfloat16 for each are 168 MB
+ROWS_AT_ONCE = 256  # 640 slots of 512 bfloat16 for each are 168 MB
 
 
 def map_rows(f: Callable, rows: Any, shared: Any, numerics: Numerics) -> Any:
@@ -24,8 +24,8 @@ def map_rows(f: Callable, rows: Any, shared: Any, numerics: Numerics) -> Any:
     """
     if numerics.rows == "tiled":
         return _map_in_order(f, rows, shared, None)
-    if numerics.rows in ("pallas", "ffi") and jax.tree.leaves(rows)[0].shape[0] > _ROWS_AT_ONCE:
-        return _map_in_order(f, rows, shared, _ROWS_AT_ONCE)
+    if numerics.rows in ("pallas", "ffi") and jax.tree.leaves(rows)[0].shape[0] > ROWS_AT_ONCE:
+        return _map_in_order(f, rows, shared, ROWS_AT_ONCE)
     return jax.vmap(f, in_axes=(0, None))(rows, shared)
 
 

@@ -14,10 +14,14 @@ from typing import Any
 import jax
 
 from deepinfer_jax import axes, cache, info, params, quant, tables
+from deepinfer_jax import numerics as nx
 from deepinfer_jax.axes import EXPERT
 from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.model import dealt
 from deepinfer_jax.numerics import Numerics
+from deepinfer_jax.numerics.mapping import ROWS_AT_ONCE
+from deepinfer_jax.numerics.pallas import stored
+from deepinfer_jax.numerics.pallas.products import DECODED_ROWS
 from deepinfer_jax.scale.layouts import Layout
 from deepinfer_jax.scale.workload import Call, Workload
 
@@ -105,7 +109,8 @@ def caches(cfg: ModelConfig, layout: Layout, work: Workload) -> tuple[Part, ...]
 
 
 def activations(cfg: ModelConfig, layout: Layout, call: Call, work: Workload) -> tuple[Part, ...]:
-    """Intermediate values of a call: what it keeps throughout, and every sub-layer's own.
+    """Intermediate values of a call: what it keeps throughout, and every sub-layer's own, by the
+    kernels of a GPU.
 
     Sub-layers follow one another, so that the largest counts, not their sum (`at_once`).
     """
@@ -116,15 +121,42 @@ def activations(cfg: ModelConfig, layout: Layout, call: Call, work: Workload) ->
     kept += t * 4 * cfg.num_hidden_layers * cfg.num_experts_per_tok
     entries = max((-(-call.context // m) for m in cfg.ratios), default=0)
     low = cfg.o_groups * cfg.o_lora_rank
+    gathered = min(t, ROWS_AT_ONCE) * (cfg.sliding_window + cfg.index_topk) * cfg.head_dim * 2
+    looked = t * nx.index_width(t, STORED) * cfg.index_head_dim * 2  # one block, full or not
     fetched = (Part("shared KV on its way", _fetched(cfg, layout, t)),) if layout.ranks > 1 else ()
     return (
-        Part("kept throughout", kept),
-        Part("attention", t * (heads * (2 + 4 + 2) + low * 2 + 3 * d * 2)),
-        Part("index scores", t * entries * (4 + 4) if cfg.index_source_layer_ids else 0),
+        Part("kept throughout", kept + _decoded(cfg, layout, t)),
+        Part("attention", t * (heads * (2 + 4 + 2) + low * 2 + 3 * d * 2) + gathered),
+        Part("index scores", t * entries * (4 + 4) + looked if cfg.index_source_layer_ids else 0),
         Part("routed experts", _experts(cfg, layout, t, work)),
         Part("logits", 3 * 4 * cfg.vocab_size * max(call.sampled, call.drafted)),
+        Part("drafter's experts, copied", _copied(cfg, layout) if call.drafted else 0),
         *fetched,
     )
+
+
+def _decoded(cfg: ModelConfig, layout: Layout, rows: int) -> int:
+    """The largest weight that many rows meet, which is decoded as a whole first (`products`)."""
+    if rows < DECODED_ROWS:
+        return 0
+    mesh = axes.abstract_mesh(dict(layout.mesh))
+    dense = [
+        math.prod(axes.shard_shape(leaf, mesh, layout.rules)[len(leaf.stack) :])
+        for kind, leaf in specs(cfg)
+        if leaf.storage == "F8_E4M3" and kind != "Engram tables"
+    ]
+    return 2 * max(dense, default=0)
+
+
+def _copied(cfg: ModelConfig, layout: Layout) -> int:
+    """One layer of each stack that no kernel can address as a whole (`stored.addressable`)."""
+    mesh = axes.abstract_mesh(dict(layout.mesh))
+    size = 0
+    for kind, leaf in specs(cfg):
+        shape = axes.shard_shape(leaf, mesh, layout.rules)
+        if kind == "drafter" and EXPERT in leaf.axes and stored.out_of_reach(shape, leaf.dtype):
+            size += math.prod(shape[1:]) * leaf.dtype.itemsize
+    return size
 
 
 def _fetched(cfg: ModelConfig, layout: Layout, rows: int) -> int:

@@ -21,7 +21,7 @@ from deepinfer_jax.numerics.pallas import decoding, schedule, stored, walk
 from deepinfer_jax.numerics.pallas.schedule import Schedule
 
 _FEW_TILES = 132  # with fewer tiles than this, the parts of K run side by side
-_DECODED_ROWS = 512  # from here on, decoding a whole weight first costs less than tile by tile
+DECODED_ROWS = 512  # from here on, decoding a whole weight first costs less than tile by tile
 _BAND = 8  # row tiles that walk over the columns together, so that both operands stay in cache
 
 
@@ -120,7 +120,8 @@ def product(
     neither changes a bit.
     """
     m, groups, _ = x.shape
-    if stored.packed(weight) and m >= _DECODED_ROWS and x.dtype == jnp.bfloat16:
+    if stored.packed(weight) and m >= DECODED_ROWS and x.dtype == jnp.bfloat16:
+        x, weight = stored.after(x, weight)
         weight = quant.dequantize(stored.alone(weight), x.dtype)
     weight = stored.reachable(weight)
     how = choose(x, weight) if how is None else how

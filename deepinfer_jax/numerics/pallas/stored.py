@@ -51,6 +51,18 @@ def alone(weight: Any) -> Any:
     )
 
 
+def after(x: jax.Array, weight: Any) -> tuple[jax.Array, Any]:
+    """The two, of which the weight is not to be had before x is.
+
+    What a compiler makes of a weight alone depends on nothing: without this one for an H200 decoded
+    the weights of all layers when a call began, and held them until they were used.
+    """
+    if not isinstance(weight, Layered):
+        return lax.optimization_barrier((x, weight))
+    x, layer = lax.optimization_barrier((x, weight.layer))
+    return x, dataclasses.replace(weight, layer=layer)
+
+
 def arrays(weight: Any) -> list[jax.Array]:
     """The arrays of a weight leaf, in the order in which `Place` expects their refs."""
     if isinstance(weight, Layered):
@@ -79,7 +91,7 @@ def storage(weight: Any) -> str:
 
 def reachable(weight: Any) -> Any:
     """The weight, cut out of its stack where a kernel could not reach every entry of that."""
-    if isinstance(weight, Layered) and any(_out_of_reach(a.shape, a.dtype) for a in arrays(weight)):
+    if isinstance(weight, Layered) and any(out_of_reach(a.shape, a.dtype) for a in arrays(weight)):
         return alone(weight)
     return weight
 
@@ -92,9 +104,9 @@ def addressable(weight: Any, layer: jax.Array) -> tuple[Any, jax.Array]:
     released drafter, has entries beyond: there the layer is copied out, which takes time and no
     bit. Raises ValueError where one layer is as large as that.
     """
-    if not any(_out_of_reach(a.shape, a.dtype) for a in arrays(weight)):
+    if not any(out_of_reach(a.shape, a.dtype) for a in arrays(weight)):
         return weight, layer
-    if any(_out_of_reach(a.shape[1:], a.dtype) for a in arrays(weight)):
+    if any(out_of_reach(a.shape[1:], a.dtype) for a in arrays(weight)):
         raise ValueError(
             f"one layer of the weight {shape(weight)} takes 2 to 4 GiB, which no kernel can "
             "address; spread it over several devices"
@@ -103,7 +115,8 @@ def addressable(weight: Any, layer: jax.Array) -> tuple[Any, jax.Array]:
     return alone, jnp.zeros_like(layer)
 
 
-def _out_of_reach(shape: tuple[int, ...], dtype: Any) -> bool:
+def out_of_reach(shape: tuple[int, ...], dtype: Any) -> bool:
+    """Whether an array has entries that no kernel reaches: see `addressable`."""
     count = math.prod(shape)
     return count > 1 << 31 and count * jnp.dtype(dtype).itemsize <= 1 << 32
 
