@@ -1,6 +1,7 @@
 """Switches of the whole suite; they are set before any test touches a JAX device."""
 
 import collections
+import gc
 import json
 import os
 import shutil
@@ -27,6 +28,10 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 # share cores with other workers, and may have to wait for each other; so may those of commands.
 meshes.wait_longer(os.environ)
 jax.config.update("jax_num_cpu_devices", 8)
+
+# Tracing makes objects by the million, nearly none of them in cycles, and a collection walks over all
+# that earlier tests left compiled: rarely is often enough.
+gc.set_threshold(50_000, 20, 50)
 
 # A compiling example has no meaningful deadline. The default profile draws the same examples in
 # every run; `--hypothesis-profile=explore` draws new ones.

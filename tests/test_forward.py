@@ -13,6 +13,7 @@ import pytest
 from deepinfer_jax import params, rows, tables
 from deepinfer_jax.cache import cache_shapes, init_cache
 from deepinfer_jax.model import forward, hyper
+from deepinfer_jax.model.capture import Capture
 from deepinfer_jax.model.program import Unit, program
 from deepinfer_jax.numerics import Numerics, rms_norm
 from tests.small import CONFIG
@@ -37,8 +38,12 @@ LENGTHS = (23, 9)
 
 @jax.jit
 def both(weights, made, batch, cache):
-    """(looped hidden states and cache, unrolled output, routing and cache)."""
-    hidden, looped = forward.forward(weights, made, batch, cache, DEEP, NUMERICS)
+    """(looped hidden states and cache, unrolled output, routing and cache).
+
+    What captures runs the loops of `program`; `looped` is tested in tests/test_looped.py.
+    """
+    some = Capture(router_load="all")
+    hidden, looped = forward.forward(weights, made, batch, cache, DEEP, NUMERICS, capture=some)
     seen, unrolled = forward.trace(weights, made, batch, cache, DEEP, NUMERICS)
     last = seen[-1][0]
     u = hyper.collapse(last.pre, last.x, NUMERICS)

@@ -139,18 +139,19 @@ def _keep(call: Call, layer: Any, s: Stream, **values: Callable[[], Any]) -> Str
 def enter(call: Call, kind: LayerKind, layer: Any, s: Stream) -> Stream:
     """Engram write, DSpark tap and compressed KV: the parts that see every row of the call."""
     if kind.engram is not None:
-        s = _write_engram(call, kind.engram, layer, s)
+        s = write_engram(call, kind.engram, layer, s)
     if kind.tap:
         mean = hyper.stream_mean(s.x, call.numerics)
         place = _ordinal(ordinals(call.cfg).tap, layer)
         s = dataclasses.replace(s, taps=s.taps.at[place].set(mean))
     if kind.kv_source:
         with jax.named_scope("compress"):
-            s = _publish(call, kind, layer, s)
+            s = _stored(call, kind, layer, s, publish(call, kind, layer, s))
     return s
 
 
-def _write_engram(call: Call, ordinal: int, layer: Any, s: Stream) -> Stream:
+def write_engram(call: Call, ordinal: int, layer: Any, s: Stream) -> Stream:
+    """Add to the streams what the ordinal-th Engram layer remembers of each row's last tokens."""
     with jax.named_scope("engram"):
         index_rows = engram_rows(call, ordinal)
         p = call.params["engram"][ordinal]
@@ -175,8 +176,21 @@ def _hashed(
     return engram.table_rows(tokens, pad, constants)
 
 
-def _publish(call: Call, kind: LayerKind, layer: Any, s: Stream) -> Stream:
-    """Make this source's new entries from the block's attention input and store them."""
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Published:
+    """A source's new entries, of all rows of the call, as the cache holds them or, where there is
+    none, as attention reads them: main [T, w], key [T, k]; pair [T, ...]: what waits in `pending`
+    for the rest of its group, None where entries are of single tokens.
+    """
+
+    main: jax.Array
+    key: jax.Array
+    pair: jax.Array | None
+
+
+def publish(call: Call, kind: LayerKind, layer: Any, s: Stream) -> Published:
+    """Make this source's new entries from the block's attention input."""
     cfg, numerics, rows = call.cfg, call.numerics, call.whole
     norm = nx.at_layer(call.params["layers"]["attn_norm"], layer, numerics)
     x = call.gathered(hyper.normed(norm, s.pre, s.x, cfg, numerics))
@@ -184,41 +198,47 @@ def _publish(call: Call, kind: LayerKind, layer: Any, s: Stream) -> Stream:
     source = _ordinal(places.source, layer)
     at = functools.partial(nx.at_layer, numerics=numerics)
     p = {name: at(call.params["compressor"][name], source) for name in ("wkv", "norm")}
-    cache, pooled, old = s.cache, None, None
+    old = None
     if kind.ratio > 1:
         pooled = _ordinal(places.pooled, layer)
         p["wgate"] = at(call.params["compressor"]["wgate"], pooled)
-        old = None if cache is None else cache.pending[pooled]
+        old = None if s.cache is None else s.cache.pending[pooled]
     lat, pair = compress.latents(p, x, kind.ratio, old, rows, call.spans, cfg, numerics)
-    if pair is not None:
-        cache = _store_pending(cache, pooled, pair, rows, call.spans)
     angle = compress.entry_angle(call.tables, rows, kind.ratio)
     keys = {n: at(call.params["indexer"][n], source) for n in ("wk", "k_norm")}
     key = lax.stop_gradient(compress.index_key(keys, lat, angle, cfg, numerics))
-    if cache is None:
-        return dataclasses.replace(s, latest=(compress.main_vector(lat, angle, numerics), key))
+    if s.cache is None:
+        return Published(compress.main_vector(lat, angle, numerics), key, None)
     # The codec quantizes. It must see what `main_vector` sees, not its result: where a group's
     # largest element was rounded down, a second scale could come out smaller and clip the group.
-    kv = compress.rotated(lat, angle)
+    main = caches.main_codec(cfg, numerics).store(compress.rotated(lat, angle))
+    return Published(main, caches.index_codec(cfg, numerics).store(key), pair)
+
+
+def _stored(call: Call, kind: LayerKind, layer: Any, s: Stream, made: Published) -> Stream:
+    if s.cache is None:
+        return dataclasses.replace(s, latest=(made.main, made.key))
+    places, cache = ordinals(call.cfg), s.cache
+    if made.pair is not None:
+        pooled = _ordinal(places.pooled, layer)
+        cache = store_pending(cache, pooled, made.pair, call.whole, call.spans)
     stored = _ordinal(places.stored, layer)
-    return dataclasses.replace(s, cache=_store_entries(call, cache, kind.ratio, stored, kv, key))
+    cache = store_entries(call, cache, kind.ratio, stored, made.main, made.key)
+    return dataclasses.replace(s, cache=cache)
 
 
-def _store_pending(
-    cache: Cache | None, pooled: Any, pair: jax.Array, rows: Rows, spans: Spans
-) -> Cache | None:
-    if cache is None:
-        return None
+def store_pending(cache: Cache, pooled: Any, pair: jax.Array, rows: Rows, spans: Spans) -> Cache:
+    """Write pairs [T, ...] of the source `pooled`; of one beyond all nothing is written."""
     slot, place = caches.ring_targets(rows, spans, cache.pending.shape[2])
     pending = cache.pending.at[pooled, slot, place].set(pair, mode="drop")
     return dataclasses.replace(cache, pending=pending)
 
 
-def _store_entries(
-    call: Call, cache: Cache, ratio: int, stored: Any, kv: jax.Array, key: jax.Array
+def store_entries(
+    call: Call, cache: Cache, ratio: int, stored: Any, main: jax.Array, key: jax.Array
 ) -> Cache:
     """Write the entries that the rows complete; other rows, and those without page, do not, nor do
-    entries of other devices.
+    entries of other devices, nor a source `stored` beyond all.
     """
     rows, cfg = call.whole, call.cfg
     which = cfg.ratios.index(ratio)
@@ -235,9 +255,7 @@ def _store_entries(
         new = stacks[which].at[stored, page, entry % size].set(value, mode="drop")
         return (*stacks[:which], new, *stacks[which + 1 :])
 
-    main = caches.main_codec(cfg, call.numerics).store(kv)
-    keys = caches.index_codec(cfg, call.numerics).store(key)
-    return dataclasses.replace(cache, kv=put(cache.kv, main), keys=put(cache.keys, keys))
+    return dataclasses.replace(cache, kv=put(cache.kv, main), keys=put(cache.keys, key))
 
 
 # -- attention -------------------------------------------------------------------------------------
@@ -294,45 +312,54 @@ def _select(
     return _keep(call, layer, s, index_scores=lambda: capture.score_columns(score, ids, width))
 
 
-def attention_part(
-    call: Call, kind: LayerKind, layer: Any, p: Any, s: Stream
-) -> tuple[Stream, jax.Array, jax.Array]:
-    """The attention sub-layer; returns the stream, the sub-layer's input and its output [T, D]."""
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Asked:
+    """An attention sub-layer before it looks anywhere: its mixes, its input [T, D], its queries and
+    the window vectors of all rows of the call.
+    """
+
+    mixed: hyper.Mix
+    x: jax.Array
+    query: attention.Query
+    k: jax.Array
+
+
+def ask(call: Call, angle: Rotation, layer: Any, p: Any, s: Stream) -> tuple[Stream, Asked]:
+    """The part before `look`, the same for every kind of layer but for the angle."""
     cfg, numerics = call.cfg, call.numerics
-    angle = _angle(call, kind)
     mixed = hyper.mix(p["hc_attn"], s.x, cfg, numerics)
     x = hyper.normed(p["attn_norm"], s.pre, s.x, cfg, numerics)
     q = attention.query(p["attn"], x, angle, cfg, numerics)
     k = attention.window_kv(p["attn"], x, angle, cfg, numerics)
+    s = _keep(call, layer, s, attention_mix=lambda: mixed)
+    return s, Asked(mixed, x, q, call.gathered(k))
+
+
+def look(
+    call: Call, kind: LayerKind, layer: Any, p: Any, asked: Asked, s: Stream
+) -> tuple[Stream, jax.Array]:
+    """Select entries and attend over them and the window as it was, and this call's rows.
+
+    Returns the stream, with the newest selection, and the heads' outputs [T, H, Hd].
+    """
+    cfg, numerics, cache = call.cfg, call.numerics, s.cache
     entries = None
     if kind.ratio:
         entries, keys = _entries(call, kind, layer, s)
         if kind.index_source:
             with jax.named_scope("index"):
-                s = _select(call, kind, layer, s, x, q.low, keys)
+                s = _select(call, kind, layer, s, asked.x, asked.query.low, keys)
         s = _keep(call, layer, s, selected=lambda: s.selected)
-    s = _keep(call, layer, s, attention_mix=lambda: mixed)
-    o, s = _sparse_attention(call, kind, layer, p, q.heads, k, entries, s)
-    y = attention.output(p["attn"], o, angle, cfg, numerics)
-    streams = hyper.expand(y, mixed, s.x, numerics)
-    return dataclasses.replace(s, x=streams, pre=mixed.pre), x, y
-
-
-def _sparse_attention(
-    call: Call, kind: LayerKind, layer: Any, p: Any, q: jax.Array, k: jax.Array,
-    entries: Entries | None, s: Stream,
-) -> tuple[jax.Array, Stream]:  # fmt: skip
-    """Attend over the window as it was and this call's rows, then write the rows to the ring."""
-    cfg, numerics, cache = call.cfg, call.numerics, s.cache
-    window = caches.window_codec(cfg, numerics)
     reach = Reach(
-        cfg.sliding_window, kind.ratio, window, caches.main_codec(cfg, numerics),
-        cfg.head_dim**-0.5, call.length,
+        cfg.sliding_window, kind.ratio, caches.window_codec(cfg, numerics),
+        caches.main_codec(cfg, numerics), cfg.head_dim**-0.5, call.length,
     )  # fmt: skip
     floor = call.decoder_floor if kind.decoder else call.floor
-    ring, k = None if cache is None else Ring(cache.window, layer), call.gathered(k)
+    ring = None if cache is None else Ring(cache.window, layer)
     sink = p["attn"]["attn_sink"].astype(jnp.float32)
     about: Any = (floor, sink, call.rows, call.spans, reach, numerics)
+    q, k = asked.query.heads, asked.k
     if cache is not None and cache.ranks > 1 and entries is not None:
         assert call.split is not None
         o = dealt.attend(
@@ -345,12 +372,36 @@ def _sparse_attention(
         windows=lambda: attention.window_bounds(call.rows.positions, floor, reach),
         probabilities=lambda: attention.probabilities(q, k, ring, entries, s.selected, *about),
     )  # fmt: skip
-    if cache is None:
-        return o, s
-    # The ring is read before it is overwritten: without the barrier a compiler would copy it.
-    data, o, seen = lax.optimization_barrier((cache.window, o, s.seen))
-    data = attention.store_window(Ring(data, layer), k, call.whole, call.spans, window, numerics)
-    return o, dataclasses.replace(s, cache=dataclasses.replace(cache, window=data), seen=seen)
+    return s, o
+
+
+def answer(
+    call: Call, angle: Rotation, layer: Any, p: Any, asked: Asked, o: jax.Array, s: Stream
+) -> tuple[Stream, jax.Array]:
+    """The part after `look`: the rows enter the ring, the output [T, D] the streams."""
+    cfg, numerics, cache = call.cfg, call.numerics, s.cache
+    if cache is not None:
+        # The ring is read before it is overwritten: without the barrier a compiler would copy it.
+        data, o, seen = lax.optimization_barrier((cache.window, o, s.seen))
+        codec = caches.window_codec(cfg, numerics)
+        data = attention.store_window(
+            Ring(data, layer), asked.k, call.whole, call.spans, codec, numerics
+        )
+        s = dataclasses.replace(s, cache=dataclasses.replace(cache, window=data), seen=seen)
+    y = attention.output(p["attn"], o, angle, cfg, numerics)
+    streams = hyper.expand(y, asked.mixed, s.x, numerics)
+    return dataclasses.replace(s, x=streams, pre=asked.mixed.pre), y
+
+
+def attention_part(
+    call: Call, kind: LayerKind, layer: Any, p: Any, s: Stream
+) -> tuple[Stream, jax.Array, jax.Array]:
+    """The attention sub-layer; returns the stream, the sub-layer's input and its output [T, D]."""
+    angle = _angle(call, kind)
+    s, asked = ask(call, angle, layer, p, s)
+    s, o = look(call, kind, layer, p, asked, s)
+    s, y = answer(call, angle, layer, p, asked, o, s)
+    return s, asked.x, y
 
 
 # -- mixture of experts ----------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.mirror import Split
 from deepinfer_jax.model import block as blocks
 from deepinfer_jax.model import capture as capturing
-from deepinfer_jax.model import divided, engram, hyper, index, rope, sequences
+from deepinfer_jax.model import divided, engram, hyper, index, looped, rope, sequences
 from deepinfer_jax.model.block import Call, Stream
 from deepinfer_jax.model.capture import Capture, Captured
 from deepinfer_jax.model.program import Unit, program
@@ -325,6 +325,9 @@ def forward(
     s = first_stream(call, cache)
     if capture is not None:
         s = dataclasses.replace(s, seen=_nothing_yet(capture, call, s))
+    if replay == OFF and capture is None and call.split is None and looped.serves(cache, numerics):
+        s = looped.run(call, s, remat)
+        return _hidden(call, s), s.cache
     step = functools.partial(_run_unit, remat=remat)
     for unit in program(cfg):
         if unit.runs[0][0].boundary and replay.mode == "compact":
