@@ -29,8 +29,8 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 meshes.wait_longer(os.environ)
 jax.config.update("jax_num_cpu_devices", 8)
 
-# Tracing makes objects by the million, nearly none of them in cycles, and a collection walks over all
-# that earlier tests left compiled: rarely is often enough.
+# Tracing makes objects by the million, nearly none of them in cycles, and a collection walks over
+# all that earlier tests left compiled: rarely is often enough.
 gc.set_threshold(50_000, 20, 50)
 
 # A compiling example has no meaningful deadline. The default profile draws the same examples in
