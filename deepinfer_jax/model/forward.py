@@ -325,7 +325,8 @@ def forward(
     s = first_stream(call, cache)
     if capture is not None:
         s = dataclasses.replace(s, seen=_nothing_yet(capture, call, s))
-    if replay == OFF and capture is None and call.split is None and looped.serves(cache, numerics):
+    plain = replay == OFF and call.split is None and not jax.tree.leaves(s.seen)
+    if plain and looped.serves(cache, numerics):
         s = looped.run(call, s, remat)
         return _hidden(call, s), s.cache
     step = functools.partial(_run_unit, remat=remat)
