@@ -40,7 +40,7 @@ def run(page: Path) -> None:
 
 def run_all(pages: list[Path]) -> None:
     """One after the other, and the processor seconds of each."""
-    for page in map(Path.absolute, pages):
+    for page in [page.absolute() for page in pages]:  # before the folder changes
         start = os.times()
         with tempfile.TemporaryDirectory() as folder:
             os.chdir(folder)
