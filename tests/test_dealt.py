@@ -187,13 +187,15 @@ def test_every_entry_is_written_by_the_device_that_has_it(ranks):
     rng = np.random.default_rng(2)
     kv = jnp.asarray(rng.normal(size=(t, CFG.head_dim)), jnp.float32)
     key = jnp.asarray(rng.normal(size=(t, CFG.index_head_dim)), jnp.float32)
-    call: Any = types.SimpleNamespace(whole=rows(), cfg=CFG, numerics=numerics)
+    main = caches.main_codec(CFG, numerics).store(kv)
+    stored = caches.index_codec(CFG, numerics).store(key)
+    call: Any = types.SimpleNamespace(whole=rows(), cfg=CFG)
     paging = Paging(2 * ENTRIES, PAGES)  # of both ratios
     empty = functools.partial(caches.init_cache, CFG, numerics, SLOTS, 46, paging=paging)
 
     def written(cache):
         for ratio in CFG.ratios:
-            cache = block._store_entries(call, cache, ratio, 0, kv, key)
+            cache = block.store_entries(call, cache, ratio, 0, main, stored)
         return cache.kv, cache.keys
 
     own = jax.shard_map(
