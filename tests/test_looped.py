@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import jax
@@ -14,6 +15,7 @@ from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.model import attention, forward, looped, moe
 from deepinfer_jax.model.capture import Capture
 from deepinfer_jax.numerics import Numerics
+from kernels_bridge.building import NoKernelsError, find_compiler
 from tests import every_role, small
 from tests.test_forward import DEEP
 
@@ -66,25 +68,30 @@ def test_every_role_is_traced_once(monkeypatch, cfg, looks, cached):
 
 def test_layers_in_a_row_are_left_to_what_needs_them(monkeypatch):
     """Other forms of the numerics, and what is captured layer by layer."""
-    cfg = EVERY_ROLE
-    for numerics, options in (
-        (Numerics.native(rows="ffi"), {}),
-        (Numerics.native(), {"capture": Capture(router_load="all")}),
-    ):
-        assert traces(monkeypatch, cfg, numerics, **options)["moe"] == cfg.num_hidden_layers
-    assert not looped.serves(None, Numerics.native(rows="pallas"))
+    cfg, capture = EVERY_ROLE, Capture(router_load="all")
+    counted = traces(monkeypatch, cfg, Numerics.native(), capture=capture)
+    assert counted["moe"] == cfg.num_hidden_layers
+    for form in ("pallas", "batched", "dense"):
+        assert not looped.serves(None, Numerics.native(rows=form))
 
 
-def test_the_bits_are_those_of_layers_in_a_row(monkeypatch):
+@pytest.mark.parametrize("form", ["tiled", "ffi"])
+def test_the_bits_are_those_of_layers_in_a_row(monkeypatch, form):
     """Hidden rows, taps, experts and the cache after two chunks that wrap the rings."""
+    if form == "ffi":
+        try:
+            find_compiler()
+        except NoKernelsError as error:
+            pytest.skip(str(error))
     m = every_role.model("bfloat16")
+    numerics = dataclasses.replace(m.numerics, rows=form)
     tokens = [every_role.text(m.cfg, length, seed).tokens for seed, length in enumerate(LENGTHS)]
     found = []
     for loops in (True, False):
         monkeypatch.setattr(looped, "serves", lambda *_, loops=loops: loops)
         # A function of its own, so that nothing of the other's tracing is found again.
-        run = jax.jit(lambda *args: forward.forward(*args, m.cfg, m.numerics))
-        cache, seen = caches.init_cache(m.cfg, m.numerics, 2, CAPACITY), []
+        run = jax.jit(lambda *args: forward.forward(*args, m.cfg, numerics))
+        cache, seen = caches.init_cache(m.cfg, numerics, 2, CAPACITY), []
         for first in (0, 16):
             parts = [
                 [(t, slot, at) for at, t in enumerate(row)][first : first + 16]

@@ -32,7 +32,7 @@ from deepinfer_jax.numerics import Numerics
 
 def serves(cache: Cache | None, numerics: Numerics) -> bool:
     """Whether a call runs its layers so: on a CPU, unless devices share the cache."""
-    return numerics.rows == "tiled" and (cache is None or cache.ranks == 1)
+    return numerics.rows in ("tiled", "ffi") and (cache is None or cache.ranks == 1)
 
 
 class _Each(NamedTuple):
