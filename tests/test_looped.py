@@ -105,3 +105,23 @@ def test_the_bits_are_those_of_layers_in_a_row(monkeypatch, form):
             seen += [hidden.output[real], hidden.taps[:, real], hidden.routed[:, real]]
         found.append([*seen, cache])
     jax.tree.map(np.testing.assert_array_equal, *found)
+
+
+def test_a_layer_may_have_several_parts_of_its_own(monkeypatch):
+    """Engram, then the tap, then compressed KV: each sees what the one before it wrote."""
+    cfg = dataclasses.replace(
+        small.PLAIN, num_hidden_layers=2, num_nextn_predict_layers=0, compress_ratios=(0, 2),
+        kv_source_layer_ids=(1,), index_source_layer_ids=(1,), candidate_source_layer_id=-1,
+        engram_layer_ids=(0, 1), engram_num_embeddings=(400, 400), dspark_target_layer_ids=(0, 1),
+    )  # fmt: skip
+    rng = np.random.default_rng(1)
+    token_map = rng.integers(0, cfg.engram_compressed_vocab_size, cfg.vocab_size).astype(np.int32)
+    weights, made = params.init(jax.random.key(1), cfg), tables.make_tables(cfg, token_map, 32)
+    batch = rows.batch_rows(rng.integers(0, cfg.vocab_size, (2, 16)), np.array([16, 16]))
+    found = []
+    for loops in (True, False):
+        monkeypatch.setattr(looped, "serves", lambda *_, loops=loops: loops)
+        run = jax.jit(lambda *given: forward.forward(*given, cfg, Numerics.fp32(), length=16)[0])
+        hidden = run(weights, made, batch, None)
+        found.append([hidden.output, hidden.taps, hidden.routed])
+    jax.tree.map(np.testing.assert_array_equal, *found)

@@ -58,9 +58,9 @@ def run(call: Call, s: Stream, remat: bool) -> Stream:
     look, looking = _switch(kinds, _looking, functools.partial(_look, call))
 
     def body(s: Stream, each: _Each) -> tuple[Stream, None]:
-        s = _tapped(call, each.tap, s)
         x, made = enter(each.entering, each.layer, s)
-        s = _stored(call, each, dataclasses.replace(s, x=x), made)
+        s = _tapped(call, each.tap, dataclasses.replace(s, x=x))
+        s = _stored(call, each, s, made)
         p = blocks.block_params(call.params["layers"], each.layer, call.numerics)
         angle = jax.tree.map(functools.partial(jnp.where, each.compressed), call.yarn, call.base)
         with jax.named_scope("attention"):
