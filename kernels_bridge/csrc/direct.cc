@@ -275,12 +275,19 @@ int direct_route(const float* x, const float* weight, const float* bias, const f
 int direct_experts(const float* x, const int32_t* experts, const float* weights, const float* pairs,
                    const float* down, float* out, int64_t rows, int64_t k, int64_t count, int64_t n,
                    int64_t d, float limit) {
-  float* own = scratch<1>(rows * (d + 2 * n + n + d + 1));
-  float *made = own + rows * d, *hidden = made + rows * 2 * n, *y = hidden + rows * n;
-  float* factor = y + rows * d;
-  std::vector<int64_t> taken(rows);
+  std::vector<int64_t> given(count);
+  for (int64_t i = 0; i < rows * k; ++i) {
+    if (experts[i] >= 0 && experts[i] < count) ++given[experts[i]];
+  }
+  // Of one expert: more than there are rows where a row names it twice.
+  const int64_t most = count ? *std::max_element(given.begin(), given.end()) : 0;
+  float* own = scratch<1>(most * (d + 2 * n + n + d + 1));
+  float *made = own + most * d, *hidden = made + most * 2 * n, *y = hidden + most * n;
+  float* factor = y + most * d;
+  std::vector<int64_t> taken(most);
   std::fill(out, out + rows * d, 0.0f);
   for (int64_t e = 0; e < count; ++e) {
+    if (!given[e]) continue;
     int64_t some = 0;
     for (int64_t i = 0; i < rows * k; ++i) {
       if (experts[i] != e) continue;
@@ -288,7 +295,6 @@ int direct_experts(const float* x, const int32_t* experts, const float* weights,
       factor[some] = weights[i];
       taken[some++] = i / k;
     }
-    if (!some) continue;
     product(own, some, pairs + e * 2 * n * d, d, 2 * n, made);
     activate(made, some, n, limit, factor, hidden);
     product(hidden, some, down + e * d * n, n, d, y);

@@ -153,6 +153,17 @@ def test_experts_some_of_which_are_nowhere(dtype):
     assert not np.asarray(y)[2].any()
 
 
+def test_a_row_may_name_an_expert_twice():
+    """Then an expert has more to do than there are rows."""
+    stacks = {f"w{i}": normal(i, 1, 4, *((17, 5) if i == 2 else (5, 17))) for i in (1, 2, 3)}
+    routed = moe.Route(np.full((6, 3), 2, np.int32), np.abs(normal(5, 6, 3)), normal(6, 6, 4))
+
+    def outputs(stacks, x, routed, rows):
+        return moe.routed_experts(stacks, 0, x, routed, 4, rows, CFG, NUMERICS)
+
+    check("routed_experts", outputs, stacks, normal(7, 6, 17), routed, rows_of([0] * 6, range(6)))
+
+
 def test_the_expert_of_every_row():
     p = {"w1": normal(1, 5, 17), "w2": normal(2, 17, 5), "w3": normal(3, 5, 17)}
     check(
