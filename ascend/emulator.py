@@ -30,6 +30,7 @@ from ascend.kernels import Form
 from kernels_bridge import building, handlers
 from kernels_bridge.ops.operands import fit
 
+ANOTHER = "run the operation's twin, by XLA"
 HEADERS = Path(__file__).with_name("emu")
 _INCLUDES = "#include <tl_templates/ascend/common.h>\n#include <tl_templates/ascend/debug.h>\n"
 _ENTRY = re.compile(r'extern "C" __global__ __vector__ void (\w+)\((.*)\) \{')
@@ -108,7 +109,8 @@ def _library(sources: tuple[Source, ...]) -> handlers.Library:
     named = "\0".join(part for each in sources for part in (each.symbol, each.text))
     prefix = f"deepinfer_ascend_{manifest.digest(named)[:12]}_"
     path = _placed(translation_unit(sources, prefix))
-    return handlers.Library(path, tuple(each.symbol for each in sources), prefix)
+    symbols = tuple(each.symbol for each in sources)
+    return handlers.Library(path, symbols, prefix, ANOTHER)
 
 
 def translation_unit(sources: Sequence[Source], prefix: str) -> str:

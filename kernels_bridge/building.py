@@ -26,7 +26,7 @@ FLAGS = ("-O3", "-march=native", "-std=c++17", "-shared", "-fPIC", "-ffp-contrac
 
 _WORK = "building-"  # how folders begin in which a compiler is at work
 _ABANDONED_S = 3600
-_ANOTHER = 'use the form of XLA, rows="tiled" (--rows tiled)'
+ANOTHER = 'use the form of XLA, rows="tiled" (--rows tiled)'
 _FOLDER = "set XDG_CACHE_HOME to a folder that can be written"
 
 
@@ -34,7 +34,7 @@ class NoKernelsError(OSError):
     """The kernels cannot be built or loaded here; the message says why and what mends it."""
 
 
-def find_compiler(another: str = _ANOTHER) -> str:
+def find_compiler(another: str = ANOTHER) -> str:
     """The first C++ compiler on the path; NoKernelsError where there is none, with the mend."""
     for name in COMPILERS:
         found = shutil.which(name)
@@ -71,7 +71,7 @@ def possible(include: str) -> bool:
 
 def build(
     include: str | None, folder: Path | None = None, source: Path | None = None,
-    another: str = _ANOTHER,
+    another: str = ANOTHER,
 ) -> Path:  # fmt: skip
     """The built library, made now if `folder` (default: `cache_folder()`) does not hold it.
 

@@ -28,11 +28,13 @@ class Library:
 
     source   compiled alone; whatever lies beside it may be included, and makes another library
     targets  its handlers; each is a symbol `prefix` + target, and registered under that name
+    another  what to do where it cannot be had, for the message
     """
 
     source: Path
     targets: tuple[str, ...]
     prefix: str = "deepinfer_"
+    another: str = building.ANOTHER
 
 
 def load(library: Library) -> None:
@@ -46,13 +48,13 @@ def load(library: Library) -> None:
 
 @functools.cache
 def _register(library: Library) -> ctypes.CDLL:
-    path = building.build(jax.ffi.include_dir(), source=library.source)
+    path = building.build(jax.ffi.include_dir(), source=library.source, another=library.another)
     try:
         loaded = ctypes.CDLL(str(path))
     except OSError as error:
         raise NoKernelsError(
             f"{path} cannot be loaded: {error}; remove it, or set XDG_CACHE_HOME to a folder from "
-            "which programs may run"
+            f"which programs may run, or {library.another}"
         ) from error
     for target in library.targets:
         name = library.prefix + target

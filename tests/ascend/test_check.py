@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import numpy as np
 import pytest
 
 from ascend import aclnn, cases, check
-from kernels_bridge import catalogue
+from kernels_bridge import catalogue, direct, handlers
 from tests.ascend import stand_in
 
 
@@ -79,6 +81,24 @@ def test_the_command_prints_findings_and_returns_whether_all_is_well(monkeypatch
     with pytest.raises(SystemExit):
         check.main(["worse"])
     assert "no part is called 'worse': give some of good, bad" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("part", "mend"), [("kernels", "operation's twin"), ("tokens", 'kernels="torch"')]
+)
+def test_without_a_compiler_it_says_so_in_a_line(monkeypatch, capsys, tmp_path, part, mend):
+    pytest.importorskip("torch", reason="the executor is torch's")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for module, name in ((direct, "load"), (handlers, "_register")):  # nothing was loaded before
+        fresh = functools.cache(getattr(module, name).__wrapped__)
+        monkeypatch.setattr(module, name, fresh)
+    assert check.main(["--device", "cpu", part]) == 2
+    said = capsys.readouterr()
+    assert "well" not in said.out
+    assert said.err.count("\n") == 1
+    assert "install one (Debian: g++)" in said.err
+    assert mend in said.err
 
 
 def test_on_a_cpu_cann_is_left_out(monkeypatch):
