@@ -163,6 +163,10 @@ def _write(args: argparse.Namespace, made: Plan, programs: tuple[Any, ...]) -> N
         from deepinfer_jax import plots
 
         try:
-            plots.plan(made)[0].figure.savefig(args.plot)
+            figure = plots.plan(made)[0].figure
         except ImportError as error:
             raise Failed(str(error)) from None
+        try:
+            figure.savefig(args.plot)
+        except ValueError as error:  # no format of matplotlib's
+            raise Failed(f"--plot {args.plot}: {error}") from None

@@ -13,6 +13,7 @@ from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.numerics import Numerics
 
 Place = Literal["device", "host"]
+_MOST = 2**31 - 1  # devices that JAX can number
 _SPARED = "engram.embed"  # in the names of the tables' leaves
 
 
@@ -38,6 +39,10 @@ class Layout:
         for name, size in self.mesh:
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:
                 raise ValueError(f"{self.name}: mesh.{name} must be at least 1, got {size!r}")
+        if self.devices > _MOST:
+            raise ValueError(
+                f"{self.name}: a mesh has at most {_MOST} devices, got {self.devices}: {self.mesh}"
+            )
         if self.size(TENSOR) != 1:
             raise ValueError(
                 f"{self.name}: mesh.{TENSOR} must be 1, got {self.size(TENSOR)}: products cut over "
@@ -126,18 +131,25 @@ def load_layout(name: str | Path) -> Layout:
         if not isinstance(data[key], dict):
             raise ValueError(f"{path}: {key} must be an object, got {data[key]!r}")
     try:
-        rules = Rules.of(**{k: _axes(v) for k, v in data["rules"].items()})
+        rules = Rules.of(**{k: _axes(f"rules.{k}", v) for k, v in data["rules"].items()})
         return Layout(
             name=path.stem,
             mesh=tuple(data["mesh"].items()),
-            rules=dataclasses.replace(rules, padded=tuple(data["padded"])),
+            rules=dataclasses.replace(rules, padded=_names("padded", data["padded"])),
             engram=data["engram"],
             about=data["about"],
             hardware=data["hardware"],
         )
-    except (TypeError, ValueError) as error:
+    except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
 
 
-def _axes(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
+def _axes(key: str, value: Any) -> Any:
+    """A rule: one mesh axis, several or none."""
+    return value if value is None or isinstance(value, str) else _names(key, value)
+
+
+def _names(key: str, value: Any) -> tuple[str, ...]:
+    if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
+        raise ValueError(f"{key} must be names of axes, got {value!r}")
+    return tuple(value)

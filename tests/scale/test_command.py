@@ -55,11 +55,18 @@ def test_a_picture(tmp_path):
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_picture_in_no_format(capsys, tmp_path):
+    pytest.importorskip("matplotlib")
+    assert plan("--devices", 8, "--plot", tmp_path / "plan.xyz") == 1
+    assert "plan.xyz: Format 'xyz' is not supported" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [
         (["--devices", 7], "'expert' of size 128 is not divisible by the 7 parts"),
         (["--devices", 0], "--devices must be at least 1, got 0"),
+        (["--devices", 10**23], "a mesh has at most 2147483647 devices"),
         (["--devices", 8, "--hardware", "h300"], "unknown hardware 'h300': give one of"),
         (["--devices", 8, "--rules", "mine"], "unknown layout 'mine': give one of"),
         (["--devices", 8, "--rules", "h200-64"], "is a mesh of 64 devices, but --devices is 8"),

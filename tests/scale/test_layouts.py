@@ -118,6 +118,13 @@ def test_products_are_not_cut_over_devices():
             {"mesh": {"data": 0, "context": 1, "expert": 1, "tensor": 1}},
             "mesh.data must be at least",
         ),
+        (
+            {"mesh": {"data": 2**20, "context": 1, "expert": 2**20, "tensor": 1}},
+            "at most 2147483647 devices, got 1099511627776",
+        ),
+        ({"rules": {"expert": 3}}, "rules.expert must be names of axes, got 3"),
+        ({"rules": {"slot": [["data"]]}}, r"rules.slot must be names of axes, got \[\['data'\]\]"),
+        ({"padded": "vocab"}, "padded must be names of axes, got 'vocab'"),
         ({"rules": {"experts": "expert"}}, "unknown logical axes experts"),
         ({"rules": {"expert": "model"}}, r"rules name mesh axes \['model'\]"),
         ({"padded": ["rows"]}, "unknown logical axes rows"),
