@@ -43,8 +43,8 @@ def import_torch() -> Any:
         import torch  # pyright: ignore[reportMissingImports]  # where a kernel asked for it
     except ImportError as error:
         raise KernelRefusedError(
-            f"torch cannot be imported ({error}), and this kernel is reached through it: install "
-            "torch, on a GPU built for the CUDA that JAX uses"
+            f"torch cannot be imported ({error}), which is needed here: pip install "
+            "'.[kernels]' in the checkout; on a GPU a torch built for the CUDA that JAX uses"
         ) from error
     return torch
 

@@ -35,14 +35,18 @@ ASCEND = "ascend950"  # a platform that XLA has no back end for (docs/ascend.md)
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """An installed library: the package it came in ("" unknown) and its version ("" unknown)."""
+    """A library: the package it came in ("" unknown) and its version ("" unknown).
+
+    assumed: not found, but taken to be on a machine that was named.
+    """
 
     name: str
     package: str = ""
     version: str = ""
+    assumed: bool = False
 
     def __str__(self) -> str:
-        said = f"{self.name} {self.version}".strip()
+        said = f"{self.name} {self.version}".strip() + (" (assumed)" if self.assumed else "")
         return f"{said} ({self.package})" if self.package not in ("", self.name) else said
 
 
@@ -88,7 +92,9 @@ INVENTED = {
     "h100": Machine("cuda", (9, 0), "NVIDIA H100"),
     "h200": Machine("cuda", (9, 0), "NVIDIA H200"),
     "b200": Machine("cuda", (10, 0), "NVIDIA B200"),
-    ASCEND: Machine(ASCEND, found=(Found("torch"), Found("torch_npu"))),
+    ASCEND: Machine(
+        ASCEND, found=tuple(Found(name, assumed=True) for name in ("torch", "torch_npu"))
+    ),
 }
 
 

@@ -49,6 +49,8 @@ class Need:
         if not (self.at_least or self.below):
             return None
         release = release_of(found.version)
+        if release is None and found.assumed:
+            return f"{found.name} is only assumed there, of no version: {wanted} is needed"
         if release is None:
             return f"{found}: its version cannot be read, {wanted} is needed"
         low, high = release_of(self.at_least), release_of(self.below)

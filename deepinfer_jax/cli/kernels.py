@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from deepinfer_jax.cli.device import require_device
 from deepinfer_jax.cli.refusal import Refused
+
+if TYPE_CHECKING:
+    from kernels_bridge.registry import Explanation
 
 _DESCRIPTION = """\
 Print, for every operation, which implementation runs here, and of each other one why it will not.
@@ -53,6 +57,19 @@ def run(args: argparse.Namespace) -> int:
         raise Refused(f"--platform: {error}") from None
     policy = registry.Policy(batch_invariant=not args.any_bits)
     print(f"{here}; with {', '.join(map(str, here.found)) or 'no library that has kernels'}")
-    for name in args.operation or known:
-        print(f"\n{registry.explain(known[name], here, policy)}")
+    told = [registry.explain(known[name], here, policy) for name in args.operation or known]
+    for each in told:
+        print(f"\n{each}")
+    if len(told) > 1:
+        print(f"\n{_summary(told)}")
+        if not args.any_bits and any(not (each.chosen or each.able) for each in told):
+            print("--any-bits tells what could run without the promise about bits")
     return 0
+
+
+def _summary(told: Sequence[Explanation]) -> str:
+    """How many operations run, how many would if they were asked for, and how many cannot."""
+    runs = sum(each.chosen is not None for each in told)
+    by_name = sum(each.chosen is None and bool(each.able) for each in told)
+    none = len(told) - runs - by_name
+    return f"of {len(told)} operations {runs} run, {by_name} if asked for by name, {none} do not"

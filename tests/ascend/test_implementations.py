@@ -42,6 +42,7 @@ def test_the_command_names_what_can_be_asked_for(capsys):
     assert "because XLA runs it, and has no back end for ascend950" in said
     assert "cann_sparse_attn_sharedkv: no, CANN's aclnnSparseAttnSharedkv" in said
     assert "combine: nothing (" in said
+    assert said.endswith("of 2 operations 0 run, 1 if asked for by name, 1 do not\n")
     assert main(["kernels", "attention", "--platform", "ascend950"]) == 0
     assert "attention: nothing (one" in capsys.readouterr().out
 

@@ -212,6 +212,11 @@ def test_machines_have_names():
     assert str(hopper()) == "cuda sm_90 (NVIDIA H200)"
     assert named("h200", (TORCH,)) == Machine("cuda", (9, 0), "NVIDIA H200", found=(TORCH,))
     assert not named("ascend950").has_xla
+    assumed = named("ascend950").find("torch")
+    assert assumed is not None
+    assert str(assumed) == "torch (assumed)"
+    assert "only assumed" in str(Need("torch", "2.3").refusal(named("ascend950")))
+    assert named("ascend950", (TORCH,)).find("torch") == TORCH
     for wrong in ("sm", "sm_9", "sm_x", "h300"):
         with pytest.raises(ValueError, match=f"unknown platform '{wrong}': give cpu"):
             named(wrong)
@@ -265,7 +270,7 @@ def test_neither_torch_nor_a_library_is_imported_for_what_needs_none():
         "    print(error)\n"
     )
     done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=True)
-    assert "reached through it: install torch" in done.stdout
+    assert "needed here: pip install '.[kernels]'" in done.stdout
 
 
 def test_the_example_of_the_page_runs(capsys):
@@ -282,6 +287,7 @@ def test_the_command_prints_what_runs_and_why(capsys):
     assert "tiled: no, XLA dots" in said
     assert "because it is for cpu, this is cuda" in said
     assert "fp8_gemm: nothing" in said
+    assert "of 2 operations 1 run, 0 if asked for by name, 1 do not\n--any-bits tells" in said
     assert main(["kernels", "fp8_gemm", "--any-bits", "--platform", "cpu"]) == 0
     assert "fp8_gemm: xla" in capsys.readouterr().out
     assert main(["kernels", "matmul"]) == 2
