@@ -65,10 +65,14 @@ def kind_of(spec: params.Spec) -> str:
 
 
 @functools.lru_cache(maxsize=4096)
+def shard_shape(leaf: Any, layout: Layout) -> tuple[int, ...]:
+    """Shape of a leaf's part on one device."""
+    return axes.shard_shape(leaf, axes.abstract_mesh(dict(layout.mesh)), layout.rules)
+
+
 def nbytes(leaf: Any, layout: Layout) -> int:
     """Bytes of a leaf on one device."""
-    mesh = axes.abstract_mesh(dict(layout.mesh))
-    return math.prod(axes.shard_shape(leaf, mesh, layout.rules)) * leaf.dtype.itemsize
+    return math.prod(shard_shape(leaf, layout)) * leaf.dtype.itemsize
 
 
 def weights(cfg: ModelConfig, layout: Layout) -> tuple[Part, ...]:
@@ -139,9 +143,8 @@ def _decoded(cfg: ModelConfig, layout: Layout, rows: int) -> int:
     """The largest weight that many rows meet, which is decoded as a whole first (`products`)."""
     if rows < DECODED_ROWS:
         return 0
-    mesh = axes.abstract_mesh(dict(layout.mesh))
     dense = [
-        math.prod(axes.shard_shape(leaf, mesh, layout.rules)[len(leaf.stack) :])
+        math.prod(shard_shape(leaf, layout)[len(leaf.stack) :])
         for kind, leaf in specs(cfg)
         if leaf.storage == "F8_E4M3" and kind != "Engram tables"
     ]
@@ -150,10 +153,9 @@ def _decoded(cfg: ModelConfig, layout: Layout, rows: int) -> int:
 
 def _copied(cfg: ModelConfig, layout: Layout) -> int:
     """One layer of each stack that no kernel can address as a whole (`stored.addressable`)."""
-    mesh = axes.abstract_mesh(dict(layout.mesh))
     size = 0
     for kind, leaf in specs(cfg):
-        shape = axes.shard_shape(leaf, mesh, layout.rules)
+        shape = shard_shape(leaf, layout)
         if kind == "drafter" and EXPERT in leaf.axes and stored.out_of_reach(shape, leaf.dtype):
             size += math.prod(shape[1:]) * leaf.dtype.itemsize
     return size

@@ -54,8 +54,8 @@ def alone(weight: Any) -> Any:
 def after(x: jax.Array, weight: Any) -> tuple[jax.Array, Any]:
     """The two, of which the weight is not to be had before x is.
 
-    What a compiler makes of a weight alone depends on nothing: without this one for an H200 decoded
-    the weights of all layers when a call began, and held them until they were used.
+    What is made of a weight alone depends on nothing: on an H200 XLA decoded the weights of all
+    layers when a call began, and held them until they were used.
     """
     if not isinstance(weight, Layered):
         return lax.optimization_barrier((x, weight))
