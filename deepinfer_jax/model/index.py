@@ -97,12 +97,12 @@ def _scores(
 ) -> jax.Array:  # fmt: skip
     t, n = rows.slots.shape[0], ids.shape[-1]
     width = nx.index_width(t, numerics)
-    ids = jnp.broadcast_to(ids, (t, n))
     slots = jnp.maximum(rows.slots, 0)
     if numerics.rows == "ffi" and entries.pages is not None:
         stored = (entries.data, entries.source, entries.pages)
         heads, gain = query.heads, query.weights
         return nx.index_cache(heads, gain, stored, slots, visible, ids, numerics)
+    ids = jnp.broadcast_to(ids, (t, n))
     blocks = -(-n // width)
     ids = jnp.pad(ids, ((0, 0), (0, blocks * width - n)), constant_values=-1)
     one = functools.partial(_score_row, field=field, numerics=numerics)
@@ -152,12 +152,12 @@ def select(score: jax.Array, ids: jax.Array, k: int, numerics: Numerics) -> jax.
     `ids` ascend along n, so that the lower column of a tie is the lower position.
     """
     width = min(k, score.shape[1])
-    ids = jnp.broadcast_to(ids, score.shape)
     if width == score.shape[1]:  # nothing to choose
-        picked = _ascending(ids, score > -jnp.inf)
+        picked = _ascending(jnp.broadcast_to(ids, score.shape), score > -jnp.inf)
         return jnp.pad(picked, ((0, 0), (0, k - width)), constant_values=-1)
     best, column = nx.best(score, width, numerics)
-    picked = _ascending(jnp.take_along_axis(ids, column, axis=1), best > -jnp.inf)
+    chosen = ids[column] if ids.ndim == 1 else jnp.take_along_axis(ids, column, axis=1)
+    picked = _ascending(chosen, best > -jnp.inf)
     return jnp.pad(picked, ((0, 0), (0, k - width)), constant_values=-1)
 
 

@@ -14,7 +14,7 @@ from jax import lax
 from deepinfer_jax import numerics as nx
 from deepinfer_jax import summaries
 from deepinfer_jax.config import ModelConfig
-from deepinfer_jax.model import exchange
+from deepinfer_jax.model import exchange, single
 from deepinfer_jax.numerics import Numerics
 from deepinfer_jax.rows import Rows
 
@@ -50,6 +50,7 @@ def choose_experts(scores: jax.Array, bias: jax.Array, k: int, cfg: ModelConfig)
     return Route(experts, picked * np.float32(cfg.routed_scaling_factor), scores)
 
 
+@nx.in_kernel(single.route, "k", "cfg", result=Route)
 @nx.by_name("k", "cfg")
 def route(
     gate: Any, x: jax.Array, image: jax.Array, k: int, cfg: ModelConfig, numerics: Numerics
@@ -61,20 +62,22 @@ def route(
     return choose_experts(router_scores(gate, x, cfg, numerics), bias, k, cfg)
 
 
-def _activate(up: jax.Array, gate: jax.Array, limit: float) -> jax.Array:
+@nx.in_kernel(single.activate, "limit")
+def _activate(up: jax.Array, gate: jax.Array, limit: float, numerics: Numerics) -> jax.Array:
     """silu(min(gate, limit)) * clip(up): the gate branch is clamped from above only. float32."""
     up = jnp.clip(up.astype(jnp.float32), -limit, limit)
     gate = jnp.minimum(gate.astype(jnp.float32), limit)
     return gate * jax.nn.sigmoid(gate) * up
 
 
+@nx.in_kernel(single.shared_expert, "cfg")
 @nx.by_name("cfg")
 def shared_expert(p: Any, x: jax.Array, cfg: ModelConfig, numerics: Numerics) -> jax.Array:
     """The always-active expert on x [T, D]."""
     quantized = cfg.quantized
     gate = nx.linear(x, p["w1"], numerics, quantized)
     up = nx.linear(x, p["w3"], numerics, quantized)
-    t = nx.round_to(_activate(up, gate, cfg.swiglu_limit), numerics.dtype)
+    t = nx.round_to(_activate(up, gate, cfg.swiglu_limit, numerics), numerics.dtype)
     return nx.linear(t, p["w2"], numerics, quantized)
 
 
@@ -110,6 +113,7 @@ def routed_experts(
     return nx.ordered_sum([y[:, i] for i in range(y.shape[1])])
 
 
+@nx.in_kernel(single.outputs, "cfg", fits=single.outputs_fit)
 def _outputs(
     stacks: Any, layer: Any, x: jax.Array, experts: jax.Array, weights: jax.Array,
     cfg: ModelConfig, numerics: Numerics,
@@ -128,7 +132,7 @@ def _expert(linear: Any, rows: Any, stacks: Any, cfg: ModelConfig, numerics: Num
     """The chosen expert on each of the rows (prepared x [M, D], weight [M])."""
     x, weight = rows
     gate, up = linear(x, stacks["w1"]), linear(x, stacks["w3"])
-    hidden = weight[:, None] * _activate(up, gate, cfg.swiglu_limit)
+    hidden = weight[:, None] * _activate(up, gate, cfg.swiglu_limit, numerics)
     hidden = nx.prepared(nx.round_to(hidden, numerics.dtype), numerics, cfg.quantized)
     return linear(hidden, stacks["w2"])
 
@@ -147,7 +151,7 @@ def _all_experts(
     weight = nx.ordered_sum([chosen[:, i] for i in range(chosen.shape[1])])
     gate = nx.linear(x, w1.reshape(-1, d), numerics, cfg.quantized)
     up = nx.linear(x, w3.reshape(-1, d), numerics, cfg.quantized)
-    t = jnp.repeat(weight, width, axis=1) * _activate(up, gate, cfg.swiglu_limit)
+    t = jnp.repeat(weight, width, axis=1) * _activate(up, gate, cfg.swiglu_limit, numerics)
     down = w2.transpose(1, 0, 2).reshape(d, -1)
     return nx.linear_f32(nx.round_to(t, numerics.dtype), down, numerics, cfg.quantized)
 

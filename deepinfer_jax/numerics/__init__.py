@@ -46,9 +46,11 @@ from deepinfer_jax.numerics.products import (
     dot,
     einsum,
     group_dot,
+    is_readable,
     linear,
     linear_f32,
     prepared,
+    readable,
 )
 from deepinfer_jax.numerics.scores import (
     attend,
@@ -59,6 +61,7 @@ from deepinfer_jax.numerics.scores import (
     index_width,
 )
 from deepinfer_jax.numerics.settings import Form, Numerics
+from deepinfer_jax.numerics.single import in_kernel
 from deepinfer_jax.numerics.sums import (
     axis_sum,
     integer_sums,
@@ -92,10 +95,12 @@ __all__ = [
     "group_dot",
     "group_rows",
     "grouped_linear",
+    "in_kernel",
     "index_cache",
     "index_scores",
     "index_width",
     "integer_sums",
+    "is_readable",
     "linear",
     "linear_f32",
     "log_softmax",
@@ -109,6 +114,7 @@ __all__ = [
     "plain_sum",
     "prepared",
     "quotient",
+    "readable",
     "rms_norm",
     "round_to",
     "row_sum",

@@ -16,7 +16,7 @@ from deepinfer_jax.numerics import tiles
 from deepinfer_jax.numerics.elements import float_weight, round_to
 from deepinfer_jax.numerics.pallas import grouped as kernels
 from deepinfer_jax.numerics.pallas import stored
-from deepinfer_jax.numerics.products import contract, prepared
+from deepinfer_jax.numerics.products import contract, is_readable, prepared
 from deepinfer_jax.numerics.settings import Numerics
 from kernels_bridge import ffi
 
@@ -128,19 +128,12 @@ def map_groups(
 def _tile_by_tile_here(stacks: Any, numerics: Numerics) -> bool:
     """Whether each tile decodes its own expert: a CPU's kernel takes whole stacks decoded only."""
     leaves = jax.tree.leaves(stacks, is_leaf=_is_stored)
-    whole = all(_is_whole(leaf, numerics) for leaf in leaves)
+    whole = all(is_readable(leaf, numerics.dtype) for leaf in leaves)
     return numerics.rows == "tiled" or (numerics.rows == "ffi" and not whole)
 
 
 def _is_stored(leaf: Any) -> bool:
     return isinstance(leaf, quant.Quantized)
-
-
-def _is_whole(leaf: Any, numerics: Numerics) -> bool:
-    """Whether a kernel can read a stack of weights as it lies in memory, without converting it."""
-    if _is_stored(leaf):
-        return not stored.packed(leaf)
-    return leaf.dtype in (jnp.bfloat16, jnp.dtype(numerics.dtype))
 
 
 def _all_tiles(f, rows, stacks, layer, groups, numerics):

@@ -48,30 +48,35 @@ def dot(x: jax.Array, w: Any, numerics: Numerics) -> jax.Array:
     w: an array of x's dtype, a float32 array (the product is one of float32 then, whatever x is),
     or a stored weight.
     """
-    if numerics.rows != "pallas":
+    if numerics.rows not in ("pallas", "ffi"):
         w = float_weight(w, x.dtype) if isinstance(w, quant.Quantized) else w
+        x = x.astype(w.dtype)
+    if numerics.rows == "ffi" and not _is_stored(w):
         x = x.astype(w.dtype)
     return cast(jax.Array, _dot(x, w, None, numerics, "float32"))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def _dot(x, w, bias, numerics, dtype):
-    """bias: float32 [N], added before the result is rounded to `dtype`; None, or for a kernel."""
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
+def _dot(x, w, bias, numerics, dtype, quantized=False):
+    """bias: float32 [N], added before the result is rounded to `dtype`; None, or for a kernel.
+    quantized: x goes through FP8 first; for a kernel that does so.
+    """
     if numerics.rows == "pallas":
         return kernels.product(x[:, None], w, dtype, numerics.interpret, bias=bias)[:, 0]
     if numerics.rows == "ffi":
-        return ffi.product(x[:, None], w)[:, 0]
+        return ffi.product(x[:, None], readable(w), dtype, quantized)[:, 0]
     if numerics.rows != "tiled":
         return contract(x, w)
     return _in_tiles(lambda part: contract(part, w), x, w, numerics)
 
 
-def _dot_forward(x, w, bias, numerics, dtype):
-    return _dot(x, w, bias, numerics, dtype), (x, w, bias is not None)
+def _dot_forward(x, w, bias, numerics, dtype, quantized=False):
+    return _dot(x, w, bias, numerics, dtype, quantized), (x, w, bias is not None)
 
 
-def _dot_backward(numerics, dtype, saved, g):
+def _dot_backward(numerics, dtype, quantized, saved, g):
     x, w, biased = saved
+    x = quant.qdq_fp8(x) if quantized else x  # whose own slope is taken as 1
     gb = jnp.sum(g.astype(jnp.float32), axis=0) if biased else None
     if numerics.rows == "dense":
         return *_einsum_backward("tk,nk->tn", (x, w), g), gb
@@ -110,7 +115,7 @@ def _group_dot(x, w, numerics):
     if numerics.rows == "pallas":
         return kernels.product(x, w, "float32", numerics.interpret)
     if numerics.rows == "ffi":
-        return ffi.product(x, w)
+        return ffi.product(x, readable(w))
     if numerics.rows != "tiled":
         return _contract_groups(x, w)
     return _in_tiles(lambda part: _contract_groups(part, w), x, w, numerics)
@@ -194,6 +199,10 @@ def linear(
     if numerics.rows == "pallas":  # rounded where it is made
         x = prepared(x, numerics, quantized)
         return cast(jax.Array, _dot(x, operand(weight, numerics), bias, numerics, numerics.dtype))
+    if numerics.rows == "ffi" and bias is None:  # and quantized where it is read
+        x, w = x.astype(numerics.dtype), operand(weight, numerics)
+        quantized = quantized and numerics.quantize_activations
+        return cast(jax.Array, _dot(x, w, None, numerics, numerics.dtype, quantized))
     y = linear_f32(x, weight, numerics, quantized)
     return round_to(y if bias is None else y + bias[None, :], numerics.dtype)
 
@@ -212,9 +221,33 @@ def prepared(x: jax.Array, numerics: Numerics, quantized: bool) -> jax.Array:
 
 def operand(weight: Any, numerics: Numerics) -> Any:
     """A weight leaf as a product takes it: decoded, unless a kernel decodes it tile by tile."""
-    if numerics.rows == "pallas" and _is_stored(weight):
+    if _is_stored(weight) and (numerics.rows == "pallas" or _in_bits(weight, numerics)):
         return weight
     return float_weight(weight, jnp.dtype(numerics.dtype))
+
+
+def _in_bits(weight: Any, numerics: Numerics) -> bool:
+    """Whether a kernel of a CPU reads a stored weight as it lies in memory."""
+    return numerics.rows == "ffi" and stored.storage(weight) == "bf16_bits"
+
+
+def readable(weight: Any, dtype: Any = None) -> Any:
+    """A weight leaf as `kernels_bridge.ffi` takes it: an array, or a stack and the layer.
+
+    dtype: what plain and packed weights are converted to; default: of plain ones their own.
+    """
+    if isinstance(weight, stored.Layered):
+        return weight.stack.codes, weight.layer
+    if isinstance(weight, quant.Quantized) and not stored.packed(weight):
+        return weight.codes
+    return weight if dtype is None else float_weight(weight, dtype)
+
+
+def is_readable(weight: Any, dtype: Any) -> bool:
+    """Whether `readable` converts nothing that could be large."""
+    if isinstance(weight, quant.Quantized):
+        return not stored.packed(weight)
+    return weight.dtype in (jnp.bfloat16, jnp.dtype(dtype))
 
 
 def _is_stored(weight: Any) -> bool:
@@ -228,4 +261,6 @@ def at_layer(tree: Any, layer: Any, numerics: Numerics) -> Any:
     """
     if numerics.rows == "pallas":
         return stored.at_layer(tree, layer)
+    if numerics.rows == "ffi":
+        return stored.at_layer(tree, layer, kinds=("bf16_bits",))
     return jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, layer, 0, keepdims=False), tree)

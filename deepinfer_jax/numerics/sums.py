@@ -13,6 +13,8 @@ from deepinfer_jax.numerics.elements import FLOAT_MAX, finite_max, pin, quotient
 from deepinfer_jax.numerics.naming import by_name
 from deepinfer_jax.numerics.pallas import rows as kernels
 from deepinfer_jax.numerics.settings import Numerics
+from deepinfer_jax.numerics.single import in_kernel
+from kernels_bridge import ffi
 
 _LANES, _WIDE_LANES, _WIDE = 16, 512, 8192
 _LIMB_BITS = 14
@@ -102,6 +104,11 @@ def mean_square(x: jax.Array, numerics: Numerics) -> jax.Array:
     return quotient(total, np.float32(x.shape[-1]))
 
 
+def _norm_in_kernel(x, weight, eps, numerics):
+    return ffi.rms_norm(x, weight, eps, numerics.dtype)
+
+
+@in_kernel(_norm_in_kernel, "eps")
 @by_name("eps")
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float, numerics: Numerics) -> jax.Array:
     """[..., K] normalised in float32 and rounded once to `numerics.dtype` (docs/model.md 1)."""

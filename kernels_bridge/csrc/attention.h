@@ -9,26 +9,11 @@
 #include <limits>
 #include <vector>
 
+#include "elements.h"
 #include "pages.h"
 #include "products.h"
 
 namespace deepinfer {
-
-// e^x of x <= 0, to about one unit in the last place; 0 below the smallest normal number.
-inline Lanes exponential(Lanes x) {
-  const Words tiny = x < splat(-87.0f);
-  const Lanes scaled = x * splat(1.44269504f) + splat(12582912.0f);  // 1.5 * 2^23: rounds to integer
-  const Lanes whole = scaled - splat(12582912.0f);
-  Lanes r = madd(whole, splat(-0.693359375f), x);
-  r = madd(whole, splat(2.12194440e-4f), r);
-  Lanes y = splat(1.0f / 5040);
-  for (const float c : {1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f}) {
-    y = madd(y, r, splat(c));
-  }
-  const Words power = (__builtin_convertvector(whole, Words) + 127) << 23;
-  y = y * (Lanes)power;
-  return (Lanes)((Words)y & ~tiny);
-}
 
 struct Attention {
   int64_t heads, width, slots;
@@ -37,7 +22,7 @@ struct Attention {
 
   int64_t keys() const { return heads * padded(width); }  // where they begin in the scratch
   int64_t scratch() const {
-    return keys() + (slots + 1) * padded(width) + heads * padded(slots);
+    return keys() + slots * padded(width) + heads * (padded(slots) + padded(width) + 1);
   }
 };
 
@@ -50,7 +35,8 @@ void attend_row(const Attention& a, const T* q, int64_t seen, const float* sink,
   float* wide_q = scratch;
   float* keys = scratch + a.keys();
   float* p = keys + a.slots * width;     // [H, lanes]
-  float* value = p + a.heads * lanes;    // [width]
+  float* value = p + a.heads * lanes;    // [H, width]
+  float* z = value + a.heads * width;    // [H]
   unpack(q, a.heads, a.width, a.width, wide_q);
   multiply(wide_q, a.heads, keys, width, seen, p, lanes);
   for (int64_t h = 0; h < a.heads; ++h) {
@@ -70,13 +56,11 @@ void attend_row(const Attention& a, const T* q, int64_t seen, const float* sink,
       if (a.narrow) e = rounded(e);
       std::memcpy(row + s, &e, sizeof e);
     }
-    const float z = total(sum) + std::exp(sink[h] - top);
-    int64_t i = 0;
-    for (; i + 8 * kLanes <= width; i += 8 * kLanes) {
-      combine<8>(row, keys + i, seen, width, value + i);
-    }
-    for (; i < width; i += kLanes) combine<1>(row, keys + i, seen, width, value + i);
-    for (i = 0; i < a.width; ++i) out[h * a.width + i] = value[i] / z;
+    z[h] = total(sum) + std::exp(sink[h] - top);
+  }
+  combine(p, lanes, a.heads, keys, seen, width, value);
+  for (int64_t h = 0; h < a.heads; ++h) {
+    for (int64_t i = 0; i < a.width; ++i) out[h * a.width + i] = value[h * width + i] / z[h];
   }
 }
 

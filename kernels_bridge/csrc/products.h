@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <cstring>
 
+#include "elements.h"
 #include "lanes.h"
 
 namespace deepinfer {
@@ -150,17 +151,48 @@ void multiply(const float* x, int64_t rows, const W* w, int64_t k, int64_t colum
   if (rows == 1) strip<1>(x, w, k, columns, out, row_stride);
 }
 
-// out [J lanes] = sum over s, ascending, of p[s] * keys[s * width ..].
-template <int J>
-inline void combine(const float* p, const float* keys, int64_t count, int64_t width, float* out) {
-  Lanes sums[J] = {};
+// Of H rows of p, `stride` apart: out [H, V] = sum over s, ascending, of p[s] * keys[s * width ..].
+template <int H, int N, class V>
+inline void combine_block(const float* p, int64_t stride, const float* keys, int64_t count,
+                          int64_t width, float* out) {
+  constexpr int64_t kStep = sizeof(V) / sizeof(float);
+  V sums[H][N] = {};
   for (int64_t s = 0; s < count; ++s) {
-    const Lanes weight = splat(p[s]);
-    for (int j = 0; j < J; ++j) {
-      sums[j] = madd(weight, load(keys + s * width + j * kLanes), sums[j]);
+    V key[N];
+    std::memcpy(key, keys + s * width, sizeof key);
+    for (int h = 0; h < H; ++h) {
+      const V weight = V{} + p[h * stride + s];
+      for (int n = 0; n < N; ++n) sums[h][n] = madd(weight, key[n], sums[h][n]);
     }
   }
-  std::memcpy(out, sums, sizeof sums);
+  for (int h = 0; h < H; ++h) std::memcpy(out + h * width, sums[h], N * kStep * sizeof(float));
+}
+
+// The same for all of `heads` rows and a width of whole lanes.
+template <int H>
+inline void combine_rows(const float* p, int64_t stride, const float* keys, int64_t count,
+                         int64_t width, float* out) {
+  int64_t i = 0;
+  for (; i + 4 * kWide <= width; i += 4 * kWide) {
+    combine_block<H, 4, Wide>(p, stride, keys + i, count, width, out + i);
+  }
+  for (; i < width; i += kLanes) {
+    combine_block<H, 1, Lanes>(p, stride, keys + i, count, width, out + i);
+  }
+}
+
+inline void combine(const float* p, int64_t stride, int64_t heads, const float* keys, int64_t count,
+                    int64_t width, float* out) {
+#if defined(__AVX512F__)
+  constexpr int kMost = 6;  // rows whose sums registers hold
+#else
+  constexpr int kMost = 1;
+#endif
+  int64_t h = 0;
+  for (; h + kMost <= heads; h += kMost) {
+    combine_rows<kMost>(p + h * stride, stride, keys, count, width, out + h * width);
+  }
+  for (; h < heads; ++h) combine_rows<1>(p + h * stride, stride, keys, count, width, out + h * width);
 }
 
 }  // namespace deepinfer

@@ -13,44 +13,12 @@
 #include "buffers.h"
 #include "index.h"
 #include "products.h"
+#include "selection.h"
 #include "threads.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace deepinfer {
 namespace {
-
-// x [T, G, K] times w [G * N, K], group by group -> float32 [T, G, N].
-ffi::Error product(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w,
-                   ffi::ResultBuffer<ffi::F32> y) {
-  const auto shape = x.dimensions();
-  if (shape.size() != 3 || w.dimensions().size() != 2 || w.dimensions()[1] != shape[2]) {
-    return refuse("product: x must be [T, G, K] and w [G * N, K]");
-  }
-  const int64_t rows = shape[0], groups = shape[1], k = shape[2];
-  const int64_t columns = groups ? w.dimensions()[0] / groups : 0, width = padded(k);
-  if (rows * groups * columns == 0) return ffi::Error::Success();
-  std::vector<float> wide(rows * groups * width);
-  const bool known = with_floats(x, [&](const auto* p) {
-    for (int64_t g = 0; g < groups; ++g) {
-      unpack(p + g * k, rows, groups * k, k, wide.data() + g * rows * width);
-    }
-  });
-  if (!known) return refuse("product: x must be bfloat16 or float32");
-  // Pieces of rows and columns, so that threads have something to share.
-  constexpr int64_t kHeight = 48, kStrip = 64;
-  const int64_t strips = (columns + kStrip - 1) / kStrip, heights = (rows + kHeight - 1) / kHeight;
-  float* out = y->typed_data();
-  const bool read = with_floats(w, [&](const auto* p) {
-    in_parts(pool, groups * strips * heights, rows * groups * columns * k, [&](int64_t part) {
-      const int64_t g = part / (strips * heights), r = part / strips % heights * kHeight;
-      const int64_t n = part % strips * kStrip;
-      multiply(wide.data() + (g * rows + r) * width, std::min(kHeight, rows - r),
-               p + (g * columns + n) * k, k, std::min(kStrip, columns - n),
-               out + (r * groups + g) * columns + n, groups * columns);
-    });
-  });
-  return read ? ffi::Error::Success() : refuse("product: w must be bfloat16 or float32");
-}
 
 template <class X, class W>
 void tile_of_expert(const X* x, const W* w, int64_t rows, int64_t k, int64_t columns, X* y) {
@@ -110,9 +78,9 @@ void over_rows(ffi::ThreadPool pool, const Attention& a, int64_t rows, const F& 
   constexpr int64_t kAtOnce = 8;
   const int64_t parts = (rows + kAtOnce - 1) / kAtOnce;
   in_parts(pool, parts, 2 * rows * a.heads * a.width * a.slots, [&](int64_t part) {
-    std::vector<float> scratch(a.scratch());
+    float* memory = scratch<1>(a.scratch());
     const int64_t end = std::min(rows, (part + 1) * kAtOnce);
-    for (int64_t r = part * kAtOnce; r < end; ++r) f(r, scratch.data());
+    for (int64_t r = part * kAtOnce; r < end; ++r) f(r, memory);
   });
 }
 
@@ -227,9 +195,9 @@ ffi::Error index_scores(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::Buffer<ffi:
                        : refuse("index_scores: operands must be bfloat16 or float32");
 }
 
-// The same over entries `ids` [T, N] of each row's slot, where the cache has them (see `Pages`);
-// q [T, H, K], weight [T, H], slot, visible [T] -> float32 [T, N], -inf where an id is negative or
-// not below `visible`.
+// The same over entries `ids` of each row's slot, [T, N], or [N] of all rows and ascending, where the
+// cache has them (see `Pages`); q [T, H, K], weight [T, H], slot, visible [T] -> float32 [T, N], -inf
+// where an id is negative or not below `visible`.
 ffi::Error index_cache(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::Buffer<ffi::F32> weight,
                        ffi::AnyBuffer entries, ffi::Buffer<ffi::S32> source,
                        ffi::Buffer<ffi::S32> pages, ffi::Buffer<ffi::S32> slot,
@@ -239,11 +207,12 @@ ffi::Error index_cache(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::Buffer<ffi::
   if (shape.size() != 3 || field.size() != 4 || field[3] != shape[2]) {
     return refuse("index_cache: q must be [T, H, K] and entries [sources, P, size, K]");
   }
-  if (ids.dimensions().size() != 2 || pages.dimensions().size() != 2 ||
+  const bool common = ids.dimensions().size() == 1;
+  if ((ids.dimensions().size() != 2 && !common) || pages.dimensions().size() != 2 ||
       !all_slots(slot, pages.dimensions()[0])) {
     return refuse("index_cache: ids and pages have two axes, slots are those of the pages");
   }
-  const int64_t rows = shape[0], heads = shape[1], k = shape[2], n = ids.dimensions()[1];
+  const int64_t rows = shape[0], heads = shape[1], k = shape[2], n = ids.dimensions().back();
   constexpr int64_t kBlock = 256;
   bool fits = false, inside = true;
   const bool known = with_floats(q, [&](const auto* queries) {
@@ -253,22 +222,24 @@ ffi::Error index_cache(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::Buffer<ffi::
       if (!inside) return;
       const int64_t width = padded(k);
       in_parts(pool, rows, rows * heads * k * std::min<int64_t>(n, 256), [&](int64_t r) {
-        const int32_t* own = ids.typed_data() + r * n;
+        const int32_t* own = ids.typed_data() + (common ? 0 : r * n);
         const int32_t limit = visible.typed_data()[r], of = slot.typed_data()[r];
         const float* gain = weight.typed_data() + r * heads;
-        std::vector<float> wide(heads * width), keys(kBlock * width), s(heads * kBlock);
+        float* wide_q = scratch<1>(heads * width + kBlock * (width + heads));
+        float *keys = wide_q + heads * width, *s = keys + kBlock * width;
         float score[kBlock];
         int64_t place[kBlock], held = 0;  // of entries that can be seen, a block at a time
-        unpack(queries + r * heads * k, heads, k, k, wide.data());
+        unpack(queries + r * heads * k, heads, k, k, wide_q);
         float* to = out->typed_data() + r * n;
         std::fill(to, to + n, -std::numeric_limits<float>::infinity());
-        for (int64_t i = 0; i < n; ++i) {
+        const int64_t end = common ? std::lower_bound(own, own + n, limit) - own : n;
+        for (int64_t i = 0; i < end; ++i) {
           if (own[i] >= 0 && own[i] < limit) {
-            unpack(paged.at(of, own[i]), 1, k, k, keys.data() + held * width);
+            unpack(paged.at(of, own[i]), 1, k, k, keys + held * width);
             place[held++] = i;
           }
-          if (held && (held == kBlock || i == n - 1)) {
-            score_row(wide.data(), gain, heads, width, keys.data(), held, rounding, s.data(), score);
+          if (held && (held == kBlock || i == end - 1)) {
+            score_row(wide_q, gain, heads, width, keys, held, rounding, s, score);
             for (int64_t h = 0; h < held; ++h) to[place[h]] = score[h];
             held = 0;
           }
@@ -288,24 +259,7 @@ ffi::Error best(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::ResultBuffer
   const int64_t rows = x.dimensions()[0], n = x.dimensions()[1], k = columns->dimensions()[1];
   if (k > n) return refuse("best: k must be at most n");
   in_parts(pool, rows, rows * n, [&](int64_t r) {
-    const float* value = x.typed_data() + r * n;
-    int32_t* found = columns->typed_data() + r * k;  // a heap, its worst first
-    const auto above = [](float a, float b) { return a > b || (a != a && b == b); };
-    const auto better = [&](int32_t a, int32_t b) {
-      return above(value[a], value[b]) || (!above(value[b], value[a]) && a < b);
-    };
-    int64_t held = 0;
-    for (int64_t i = 0; i < n; ++i) {
-      if (held < k) {
-        found[held++] = int32_t(i);
-        std::push_heap(found, found + held, better);
-      } else if (k && above(value[i], value[found[0]])) {  // a later column never wins a tie
-        std::pop_heap(found, found + k, better);
-        found[k - 1] = int32_t(i);
-        std::push_heap(found, found + k, better);
-      }
-    }
-    std::sort(found, found + held, better);
+    choose_best(x.typed_data() + r * n, n, k, columns->typed_data() + r * k);
   });
   return ffi::Error::Success();
 }
@@ -313,12 +267,6 @@ ffi::Error best(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::ResultBuffer
 }  // namespace
 }  // namespace deepinfer
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(deepinfer_product, deepinfer::product,
-                              xla::ffi::Ffi::Bind()
-                                  .Ctx<xla::ffi::ThreadPool>()
-                                  .Arg<xla::ffi::AnyBuffer>()
-                                  .Arg<xla::ffi::AnyBuffer>()
-                                  .Ret<xla::ffi::Buffer<xla::ffi::F32>>());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(deepinfer_grouped, deepinfer::grouped,
                               xla::ffi::Ffi::Bind()
                                   .Ctx<xla::ffi::ThreadPool>()

@@ -31,13 +31,16 @@ class Layered:
     layer: jax.Array
 
 
-def at_layer(tree: Any, layer: Any) -> Any:
-    """One layer of a stacked tree; stored weights as `Layered`, others cut out."""
+def at_layer(tree: Any, layer: Any, kinds: Sequence[str] | None = None) -> Any:
+    """One layer of a stacked tree; stored weights as `Layered`, others cut out.
+
+    kinds: of which storage they are left in their stack; default: any.
+    """
 
     def one(leaf: Any) -> Any:
-        if isinstance(leaf, quant.Quantized):
+        if isinstance(leaf, quant.Quantized) and (kinds is None or leaf.format in kinds):
             return Layered(leaf, jnp.asarray(layer, jnp.int32))
-        return lax.dynamic_index_in_dim(leaf, layer, 0, keepdims=False)
+        return jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, layer, 0, keepdims=False), leaf)
 
     return jax.tree.map(one, tree, is_leaf=lambda leaf: isinstance(leaf, quant.Quantized))
 

@@ -1,0 +1,87 @@
+// Experts and their choice.
+
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "elements.h"
+#include "products.h"
+
+namespace deepinfer {
+
+// silu(min(gate, limit)) * clip(up) * weight of each row: [rows, n] -> out, in the place of either if
+// need be. No weights: 1.
+template <class T>
+inline void activate(const T* gates, const T* ups, int64_t stride, int64_t rows, int64_t n,
+                     float limit, const float* weight, float* out) {
+  for (int64_t r = 0; r < rows; ++r, gates += stride, ups += stride, out += n) {
+    const Wide factor = all<Wide>(weight ? weight[r] : 1.0f), most = all<Wide>(limit);
+    each_wide(n, [&](int64_t i, auto some) {
+      const Wide gate = smaller(wide(gates + i, some), most);
+      const Wide up = larger(smaller(wide(ups + i, some), most), -most);
+      put(out + i, factor * (gate * sigmoid(gate) * up), some);
+    });
+  }
+}
+
+// The rows of x as products take them: unpacked, rounded as an X, in FP8 where `quantized`.
+template <class X>
+inline void round_rows(float* x, int64_t rows, int64_t k, bool quantized) {
+  for (int64_t r = 0; r < rows; ++r, x += padded(k)) {
+    if (sizeof(X) == 2) {
+      each_wide(k, [&](int64_t i, auto some) { put(x + i, rounded(wide(x + i, some)), some); });
+    }
+    if (quantized) quantize_fp8(x, k);
+  }
+}
+
+// One expert's gate and up [N, D] and down [D, N] on `rows` unpacked rows, which a product may take as
+// they are -> y [rows, D], to be rounded as an X.
+template <class X, class W>
+void run_expert(const float* x, int64_t rows, const W* w1, const W* w3, const W* w2, int64_t d,
+                int64_t n, float limit, const float* weight, bool quantized, float* y) {
+  const int64_t width = padded(n);
+  float* gate = scratch<2>(3 * rows * width);
+  float *up = gate + rows * width, *hidden = up + rows * width;
+  multiply(x, rows, w1, d, n, gate, width);
+  multiply(x, rows, w3, d, n, up, width);
+  round_rows<X>(gate, rows, n, false);
+  round_rows<X>(up, rows, n, false);
+  if (width == n) {
+    activate(gate, up, width, rows, n, limit, weight, hidden);
+  } else {
+    for (int64_t r = 0; r < rows; ++r) {
+      activate(gate + r * width, up + r * width, width, 1, n, limit, weight ? weight + r : nullptr,
+               hidden + r * width);
+      std::fill(hidden + r * width + n, hidden + (r + 1) * width, 0.0f);
+    }
+  }
+  round_rows<X>(hidden, rows, n, quantized);
+  multiply(hidden, rows, w2, n, d, y, d);
+}
+
+// The k experts with the largest score + bias, best first, of equal ones the lower, and their scores'
+// share.
+inline void choose_row(const float* scores, const float* bias, int64_t count, int64_t k,
+                       float factor, bool normalised, int32_t* experts, float* weights) {
+  const auto above = [](float a, float b) { return a > b || (a != a && b == b); };
+  int64_t held = 0;
+  for (int64_t e = 0; e < count; ++e) {
+    const float own = scores[e] + bias[e];
+    int64_t at = held;
+    while (at > 0 && above(own, scores[experts[at - 1]] + bias[experts[at - 1]])) --at;
+    if (at == k) continue;
+    held = std::min(held + 1, k);
+    for (int64_t i = held - 1; i > at; --i) experts[i] = experts[i - 1];
+    experts[at] = int32_t(e);
+  }
+  float sum = 0;
+  for (int64_t i = 0; i < k; ++i) sum += scores[experts[i]];
+  for (int64_t i = 0; i < k; ++i) {
+    const float own = scores[experts[i]];
+    weights[i] = (normalised ? own / (sum + 1e-20f) : own) * factor;
+  }
+}
+
+}  // namespace deepinfer
