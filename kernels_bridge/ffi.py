@@ -151,8 +151,9 @@ def route(
     x: jax.Array, w: Weight, bias: jax.Array, other: jax.Array, choice: jax.Array, k: int,
     temperature: float, factor: float, normalised: bool,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
-    """x [T, D], weight [E, D]; bias and, for rows where `choice` [T], other [E] -> experts int32 and
-    weights float32 [T, k], best first, and scores float32 [T, E].
+    """x [T, D], weight [E, D]; bias [E] or, for rows where `choice` [T], other [E].
+
+    Returns experts int32 and weights float32 [T, k], best first, and scores float32 [T, E].
     """
     (t, _), (stack, layer) = x.shape, _stack(w)
     shapes = [
@@ -264,8 +265,9 @@ def index_cache(
     """
     keys, source, pages = entries
     return _call(
-        "index_cache", (q.shape[0], ids.shape[-1]), jnp.float32, q, weight, keys, jnp.asarray(source, jnp.int32),
-        pages, slot, visible, ids, rounding=np.int64(_ROUNDINGS[rounding]),
+        "index_cache", (q.shape[0], ids.shape[-1]), jnp.float32, q, weight, keys,
+        jnp.asarray(source, jnp.int32), pages, slot, visible, ids,
+        rounding=np.int64(_ROUNDINGS[rounding]),
     )  # fmt: skip
 
 

@@ -27,19 +27,24 @@ inline Lanes over_heads(const float* s, const float* gain, int64_t heads, int64_
   return rounding == kNone ? sum : rounded(sum);
 }
 
+// From products s [heads, count] of one row's queries with keys.
+inline void sum_heads(const float* s, const float* gain, int64_t heads, int64_t count,
+                      int64_t rounding, float* out) {
+  for (int64_t n = 0; n < count; n += kLanes) {
+    const int64_t some = std::min(kLanes, count - n);
+    const Lanes sum = rounding == kNone   ? over_heads<kNone>(s + n, gain, heads, count, some)
+                      : rounding == kOnce ? over_heads<kOnce>(s + n, gain, heads, count, some)
+                                          : over_heads<kReference>(s + n, gain, heads, count, some);
+    std::memcpy(out + n, &sum, some * sizeof(float));
+  }
+}
+
 // Scores [count] of one row's unpacked queries for `count` keys.
 template <class T>
 void score_row(const float* q, const float* gain, int64_t heads, int64_t k, const T* keys,
                int64_t count, int64_t rounding, float* scratch, float* out) {
   multiply(q, heads, keys, k, count, scratch, count);
-  for (int64_t n = 0; n < count; n += kLanes) {
-    const int64_t some = std::min(kLanes, count - n);
-    const float* s = scratch + n;
-    const Lanes sum = rounding == kNone   ? over_heads<kNone>(s, gain, heads, count, some)
-                      : rounding == kOnce ? over_heads<kOnce>(s, gain, heads, count, some)
-                                          : over_heads<kReference>(s, gain, heads, count, some);
-    std::memcpy(out + n, &sum, some * sizeof(float));
-  }
+  sum_heads(scratch, gain, heads, count, rounding, out);
 }
 
 }  // namespace deepinfer

@@ -195,6 +195,52 @@ ffi::Error index_scores(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::Buffer<ffi:
                        : refuse("index_scores: operands must be bfloat16 or float32");
 }
 
+constexpr int64_t kTogether = 12;  // rows whose scores are made together
+
+// The entries `ids` [n] that some neighbouring rows of one slot see, each up to its own limit.
+struct Seen {
+  const int32_t* ids;
+  int64_t n;
+  bool ascending;
+  const int32_t* visible;
+  int64_t rows;
+
+  bool by(int64_t row, int32_t id) const { return id >= 0 && id < visible[row]; }
+  int64_t end() const {  // of what any of them sees
+    const int32_t most = *std::max_element(visible, visible + rows);
+    return ascending ? std::lower_bound(ids, ids + n, most) - ids : n;
+  }
+};
+
+// Scores of those rows, a block of entries at a time, into out [rows, n].
+template <class Q, class E>
+void score_rows(const Q* q, const float* gain, int64_t heads, int64_t k, const Pages<E>& paged,
+                int32_t slot, const Seen& seen, int64_t rounding, float* out) {
+  constexpr int64_t kBlock = 256;
+  const int64_t width = padded(k), count = seen.rows * heads;
+  float* wide_q = scratch<1>(count * width + kBlock * (width + count));
+  float *keys = wide_q + count * width, *s = keys + kBlock * width;
+  float score[kBlock];
+  int64_t place[kBlock], held = 0;
+  unpack(q, count, k, k, wide_q);
+  const int64_t end = seen.end();
+  for (int64_t i = 0; i < end; ++i) {
+    if (seen.ids[i] >= 0 && (seen.ascending || seen.by(0, seen.ids[i]))) {
+      unpack(paged.at(slot, seen.ids[i]), 1, k, k, keys + held * width);
+      place[held++] = i;
+    }
+    if (!held || (held < kBlock && i < end - 1)) continue;
+    multiply(wide_q, count, keys, width, held, s, held);
+    for (int64_t r = 0; r < seen.rows; ++r) {
+      sum_heads(s + r * heads * held, gain + r * heads, heads, held, rounding, score);
+      for (int64_t h = 0; h < held; ++h) {
+        if (seen.by(r, seen.ids[place[h]])) out[r * seen.n + place[h]] = score[h];
+      }
+    }
+    held = 0;
+  }
+}
+
 // The same over entries `ids` of each row's slot, [T, N], or [N] of all rows and ascending, where the
 // cache has them (see `Pages`); q [T, H, K], weight [T, H], slot, visible [T] -> float32 [T, N], -inf
 // where an id is negative or not below `visible`.
@@ -213,36 +259,24 @@ ffi::Error index_cache(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::Buffer<ffi::
     return refuse("index_cache: ids and pages have two axes, slots are those of the pages");
   }
   const int64_t rows = shape[0], heads = shape[1], k = shape[2], n = ids.dimensions().back();
-  constexpr int64_t kBlock = 256;
+  const int64_t parts = (rows + kTogether - 1) / kTogether;
+  std::fill_n(out->typed_data(), rows * n, -std::numeric_limits<float>::infinity());
   bool fits = false, inside = true;
   const bool known = with_floats(q, [&](const auto* queries) {
     fits = with_floats(entries, [&](const auto* stored) {
       const auto paged = pages_of(entries, stored, source, pages);
       inside = paged.known();
       if (!inside) return;
-      const int64_t width = padded(k);
-      in_parts(pool, rows, rows * heads * k * std::min<int64_t>(n, 256), [&](int64_t r) {
-        const int32_t* own = ids.typed_data() + (common ? 0 : r * n);
-        const int32_t limit = visible.typed_data()[r], of = slot.typed_data()[r];
-        const float* gain = weight.typed_data() + r * heads;
-        float* wide_q = scratch<1>(heads * width + kBlock * (width + heads));
-        float *keys = wide_q + heads * width, *s = keys + kBlock * width;
-        float score[kBlock];
-        int64_t place[kBlock], held = 0;  // of entries that can be seen, a block at a time
-        unpack(queries + r * heads * k, heads, k, k, wide_q);
-        float* to = out->typed_data() + r * n;
-        std::fill(to, to + n, -std::numeric_limits<float>::infinity());
-        const int64_t end = common ? std::lower_bound(own, own + n, limit) - own : n;
-        for (int64_t i = 0; i < end; ++i) {
-          if (own[i] >= 0 && own[i] < limit) {
-            unpack(paged.at(of, own[i]), 1, k, k, keys + held * width);
-            place[held++] = i;
-          }
-          if (held && (held == kBlock || i == end - 1)) {
-            score_row(wide_q, gain, heads, width, keys, held, rounding, s, score);
-            for (int64_t h = 0; h < held; ++h) to[place[h]] = score[h];
-            held = 0;
-          }
+      in_parts(pool, parts, rows * heads * k * std::min<int64_t>(n, 256), [&](int64_t part) {
+        const int64_t end = std::min(rows, (part + 1) * kTogether);
+        for (int64_t r = part * kTogether, next; r < end; r = next) {
+          const int32_t of = slot.typed_data()[r];
+          next = r + 1;  // rows of one slot see one list of keys, if all rows do
+          while (common && next < end && slot.typed_data()[next] == of) ++next;
+          const Seen seen{ids.typed_data() + (common ? 0 : r * n), n, common,
+                          visible.typed_data() + r, next - r};
+          score_rows(queries + r * heads * k, weight.typed_data() + r * heads, heads, k, paged, of,
+                     seen, rounding, out->typed_data() + r * n);
         }
       });
     });
