@@ -26,7 +26,6 @@ __all__ = [
     "best",
     "expand",
     "experts",
-    "grouped",
     "index_cache",
     "index_scores",
     "load",
@@ -42,7 +41,6 @@ __all__ = [
 _ROWS = handlers.Library(
     building.SOURCE,
     (
-        "grouped",
         "attend",
         "attend_cache",
         "index_scores",
@@ -199,17 +197,6 @@ def shared(
         "shared", x.shape, x.dtype, x, w1, w3, w2, layer,
         limit=np.float32(limit), quantized=np.int64(quantized),
     )  # fmt: skip
-
-
-def grouped(
-    x: jax.Array, w: jax.Array, layer: jax.Array, expert: jax.Array, live: jax.Array
-) -> jax.Array:
-    """x [tiles * rows, K] times w [layers, E, N, K] at [layer, expert[tile]], rounded to x's dtype.
-
-    Of every tile only the first `live` [tiles] rows are computed, the others stay undefined.
-    """
-    numbers = (jnp.asarray(one, jnp.int32) for one in (layer, expert, live))
-    return _call("grouped", (x.shape[0], w.shape[2]), x.dtype, x, w, *numbers)
 
 
 def attend(

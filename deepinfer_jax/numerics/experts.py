@@ -11,12 +11,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from deepinfer_jax import quant
 from deepinfer_jax.numerics import tiles
 from deepinfer_jax.numerics.elements import float_weight, round_to
 from deepinfer_jax.numerics.pallas import grouped as kernels
 from deepinfer_jax.numerics.pallas import stored
-from deepinfer_jax.numerics.products import contract, is_readable, prepared
+from deepinfer_jax.numerics.products import contract, prepared
 from deepinfer_jax.numerics.settings import Numerics
 from kernels_bridge import ffi
 
@@ -99,7 +98,7 @@ def grouped_linear(
     Tiles without rows come out undefined; `collect` takes nothing from them.
     """
     x = prepared(x, numerics, quantized)
-    if _tile_by_tile_here(weight, numerics):
+    if numerics.rows in ("tiled", "ffi"):
         return map_groups(_linear_alone, x, weight, layer, groups, numerics)
     return cast(jax.Array, _grouped(x, weight, jnp.asarray(layer, jnp.int32), groups, numerics))
 
@@ -120,20 +119,9 @@ def map_groups(
     Tiles without rows come out undefined; `collect` takes nothing from them.
     """
     layer = jnp.asarray(layer, jnp.int32)
-    if _tile_by_tile_here(stacks, numerics):
+    if numerics.rows in ("tiled", "ffi"):
         return cast(jax.Array, _tile_by_tile(f, rows, stacks, layer, groups, numerics))
     return _all_tiles(f, rows, stacks, layer, groups, numerics)
-
-
-def _tile_by_tile_here(stacks: Any, numerics: Numerics) -> bool:
-    """Whether each tile decodes its own expert: a CPU's kernel takes whole stacks decoded only."""
-    leaves = jax.tree.leaves(stacks, is_leaf=_is_stored)
-    whole = all(is_readable(leaf, numerics.dtype) for leaf in leaves)
-    return numerics.rows == "tiled" or (numerics.rows == "ffi" and not whole)
-
-
-def _is_stored(leaf: Any) -> bool:
-    return isinstance(leaf, quant.Quantized)
 
 
 def _all_tiles(f, rows, stacks, layer, groups, numerics):
@@ -186,9 +174,6 @@ def _grouped(x, weight, layer, groups, numerics):
             x, weight, layer, groups.expert, groups.live, groups.used, groups.tile,
             numerics.dtype, numerics.interpret,
         )  # fmt: skip
-    if numerics.rows == "ffi":
-        stack = weight.codes if _is_stored(weight) else weight
-        return ffi.grouped(x, stack, layer, groups.expert, groups.live)
     return _batched(x, weight, layer, groups, numerics)
 
 

@@ -14,7 +14,7 @@ Form = Literal["tiled", "ffi", "pallas", "batched", "dense"]
 # keys of `full` and `pallas.full`, the order of sums in `kernels_bridge/csrc`, where roundings and
 # pins stand, quotients and exponentials of `pallas.mixing`. What a user may choose is a field of
 # `Numerics` instead.
-FORM = 2
+FORM = 3
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <vector>
 
 #include "elements.h"
 #include "products.h"
@@ -59,6 +60,30 @@ void run_expert(const float* x, int64_t rows, const W* w1, const W* w3, const W*
   }
   round_rows<X>(hidden, rows, n, quantized);
   multiply(hidden, rows, w2, n, d, y, d);
+}
+
+// The rows of each expert: places i of experts [T * k], in order, first[e] .. first[e + 1].
+struct Shares {
+  std::vector<int64_t> first, place;
+
+  Shares(const int32_t* experts, int64_t pairs, int64_t count) : first(count + 1), place(pairs) {
+    for (int64_t i = 0; i < pairs; ++i) {
+      if (experts[i] >= 0 && experts[i] < count) ++first[experts[i] + 1];
+    }
+    for (int64_t e = 0; e < count; ++e) first[e + 1] += first[e];
+    std::vector<int64_t> next(first.begin(), first.end() - 1);
+    for (int64_t i = 0; i < pairs; ++i) {
+      if (experts[i] >= 0 && experts[i] < count) place[next[experts[i]]++] = i;
+    }
+  }
+};
+
+// sqrt(softplus(logit / temperature)) in the place of each.
+inline void affinities(float* logits, int64_t count, float temperature) {
+  each_wide(count, [&](int64_t i, auto some) {
+    const Wide own = wide(logits + i, some) / all<Wide>(temperature);
+    put(logits + i, root(softplus(own)), some);
+  });
 }
 
 // The k experts with the largest score + bias, best first, of equal ones the lower, and their scores'

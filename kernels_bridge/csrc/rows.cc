@@ -1,4 +1,4 @@
-// Kernels of rows for a CPU, as handlers of XLA's typed foreign function interface.
+// Attention, index scores and selection for a CPU, as handlers of XLA's typed foreign function interface.
 //
 // What a row gives depends on that row's operands alone: every sum has an order fixed by its length,
 // and neither the number of rows, nor blocking, nor threads enter it.
@@ -19,58 +19,6 @@
 
 namespace deepinfer {
 namespace {
-
-template <class X, class W>
-void tile_of_expert(const X* x, const W* w, int64_t rows, int64_t k, int64_t columns, X* y) {
-  std::vector<float> wide(rows * padded(k)), out(rows * columns);
-  unpack(x, rows, k, k, wide.data());
-  multiply(wide.data(), rows, w, k, columns, out.data(), columns);
-  for (int64_t i = 0; i < rows * columns; ++i) {
-    if constexpr (sizeof(X) == 2) {
-      y[i] = narrow(out[i]);
-    } else {
-      y[i] = out[i];
-    }
-  }
-}
-
-// x [tiles * rows, K] times w [layers, E, N, K] at [layer, expert[tile]], rounded to x's type; of
-// every tile the first `live[tile]` rows only.
-ffi::Error grouped(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w,
-                   ffi::Buffer<ffi::S32> layer, ffi::Buffer<ffi::S32> expert,
-                   ffi::Buffer<ffi::S32> live, ffi::Result<ffi::AnyBuffer> y) {
-  const auto in = x.dimensions(), stack = w.dimensions();
-  if (in.size() != 2 || stack.size() != 4 || in[1] != stack[3]) {
-    return refuse("grouped: x must be [M, K] and w [layers, E, N, K]");
-  }
-  const int64_t tiles = expert.element_count(), rows = tiles ? in[0] / tiles : 0, k = in[1];
-  const int64_t columns = stack[2], one = columns * k, at = layer.typed_data()[0];
-  const int32_t* owner = expert.typed_data();
-  if (at < 0 || at >= stack[0]) return refuse("grouped: layer out of range");
-  const int32_t* count = live.typed_data();
-  int64_t real = 0;
-  for (int64_t t = 0; t < tiles; ++t) {
-    if (count[t] < 0 || count[t] > rows) return refuse("grouped: more rows than a tile has");
-    if (count[t] && (owner[t] < 0 || owner[t] >= stack[1])) {
-      return refuse("grouped: expert out of range");
-    }
-    real += count[t];
-  }
-  bool fits = false;
-  const bool known = with_floats(x, [&](const auto* from) {
-    using X = std::remove_const_t<std::remove_pointer_t<decltype(from)>>;
-    X* to = static_cast<X*>(y->untyped_data());
-    fits = with_floats(w, [&](const auto* weights) {
-      in_parts(pool, tiles, real * one, [&](int64_t t) {
-        if (!count[t]) return;
-        tile_of_expert(from + t * rows * k, weights + (at * stack[1] + owner[t]) * one, count[t], k,
-                       columns, to + t * rows * columns);
-      });
-    });
-  });
-  return known && fits ? ffi::Error::Success()
-                       : refuse("grouped: operands must be bfloat16 or float32");
-}
 
 // f(row, scratch) for every row, a few rows of a part.
 template <class F>
@@ -301,15 +249,6 @@ ffi::Error best(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::ResultBuffer
 }  // namespace
 }  // namespace deepinfer
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(deepinfer_grouped, deepinfer::grouped,
-                              xla::ffi::Ffi::Bind()
-                                  .Ctx<xla::ffi::ThreadPool>()
-                                  .Arg<xla::ffi::AnyBuffer>()
-                                  .Arg<xla::ffi::AnyBuffer>()
-                                  .Arg<xla::ffi::Buffer<xla::ffi::S32>>()
-                                  .Arg<xla::ffi::Buffer<xla::ffi::S32>>()
-                                  .Arg<xla::ffi::Buffer<xla::ffi::S32>>()
-                                  .Ret<xla::ffi::AnyBuffer>());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(deepinfer_attend, deepinfer::attend,
                               xla::ffi::Ffi::Bind()
                                   .Ctx<xla::ffi::ThreadPool>()

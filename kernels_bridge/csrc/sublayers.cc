@@ -266,10 +266,7 @@ ffi::Error route(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w, Layer
         float* to = scores->typed_data() + r * count;
         unpack(from + r * d, end - r, d, d, in);
         multiply(in, end - r, p, d, count, to, count);
-        each_wide((end - r) * count, [&](int64_t i, auto some) {
-          const Wide logits = wide(to + i, some) / all<Wide>(temperature);
-          put(to + i, root(softplus(logits)), some);
-        });
+        affinities(to, (end - r) * count, temperature);
         for (; r < end; ++r, to += count) {
           choose_row(to, (choice.typed_data()[r] ? other : bias).typed_data(), count, k, factor,
                      normalised, experts->typed_data() + r * k, weights->typed_data() + r * k);
@@ -279,22 +276,6 @@ ffi::Error route(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w, Layer
   });
   return known && fits ? ffi::Error::Success() : refuse("route: bfloat16 or float32 expected");
 }
-
-// The rows of each expert: places i of experts [T * k], in order, first[e] .. first[e + 1].
-struct Shares {
-  std::vector<int64_t> first, place;
-
-  Shares(const int32_t* experts, int64_t pairs, int64_t count) : first(count + 1), place(pairs) {
-    for (int64_t i = 0; i < pairs; ++i) {
-      if (experts[i] >= 0 && experts[i] < count) ++first[experts[i] + 1];
-    }
-    for (int64_t e = 0; e < count; ++e) first[e + 1] += first[e];
-    std::vector<int64_t> next(first.begin(), first.end() - 1);
-    for (int64_t i = 0; i < pairs; ++i) {
-      if (experts[i] >= 0 && experts[i] < count) place[next[experts[i]]++] = i;
-    }
-  }
-};
 
 // x [T, D], experts and weights [T, k], stacks w1, w3 [L, E, N, D] and w2 [L, E, D, N] at layer ->
 // [T, k, D]: what each row's experts give, zeros of an expert that is none of E.

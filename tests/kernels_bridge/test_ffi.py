@@ -5,14 +5,12 @@ from __future__ import annotations
 import functools
 
 import jax
-import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deepinfer_jax import numerics as nx
 from kernels_bridge import ffi
 from kernels_bridge.building import NoKernelsError, find_compiler
 
@@ -82,52 +80,9 @@ def test_the_order_of_a_sum_is_the_same_on_every_processor(rows, k):
     np.testing.assert_array_equal(run(ffi.product, x[:, None], w)[:, 0], eight_lanes(x, w))
 
 
-@pytest.mark.parametrize("dtype", TYPES)
-def test_tiles_meet_their_own_expert(dtype):
-    x, w = normal(5, 6 * 4, 40, dtype=dtype), normal(6, 2, 3, 10, 40, dtype=dtype)
-    expert = np.array([2, 0, 2, 1, 1, 0], np.int32)
-    live = np.array([4, 1, 3, 4, 2, 0], np.int32)
-    got = run(ffi.grouped, x, as_bits(w), jnp.int32(1), expert, live)
-    for tile, count in enumerate(live):
-        rows = slice(4 * tile, 4 * tile + count)
-        want = run(ffi.product, x[rows, None], w[1, expert[tile]])[:, 0].astype(x.dtype)
-        np.testing.assert_array_equal(got[rows], want)
-
-
-def test_what_a_kernel_left_undefined_reaches_no_gradient(monkeypatch):
-    """The rows of a tile that nobody has are NaN here, as memory may be."""
-    real = ffi.grouped
-
-    def grouped(x, w, layer, expert, live):
-        y = real(x, w, layer, expert, live)
-        place = jnp.arange(y.shape[0]) % (y.shape[0] // expert.shape[0])
-        dead = place >= jnp.repeat(live, y.shape[0] // expert.shape[0])
-        return jnp.where(dead[:, None], jnp.nan, y)
-
-    monkeypatch.setattr(ffi, "grouped", grouped)
-    numerics = nx.Numerics.fp32("ffi")
-    ids, x = jnp.array([2, 0, 2], jnp.int32), normal(8, 3, 16)
-    first, second = normal(9, 1, 3, 24, 16), normal(10, 1, 3, 16, 24)
-
-    def loss(x, first, second):
-        groups = nx.group_rows(ids, first, numerics)
-        y = nx.grouped_linear(nx.spread(groups, x), first, 0, groups, numerics)
-        y = nx.grouped_linear(jnp.sin(y), second, 0, groups, numerics)
-        return jnp.sum(nx.collect(groups, y))
-
-    for slope in jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(x, first, second):
-        assert np.isfinite(slope).all()
-
-
 def test_a_kernel_of_whole_calls_is_not_mapped():
     with pytest.raises(NotImplementedError, match="vmap"):
         jax.vmap(lambda x: ffi.best(x, 2))(normal(1, 3, 4, 50))
-
-
-def test_an_expert_that_is_none_is_refused():
-    x, w = normal(5, 4, 40), normal(6, 2, 3, 10, 40)
-    with pytest.raises(jax.errors.JaxRuntimeError, match="expert out of range"):
-        jax.block_until_ready(run(ffi.grouped, x, w, 1, np.array([3]), np.array([2])))
 
 
 # -- attention and the indexer, where the cache has its vectors ------------------------------------

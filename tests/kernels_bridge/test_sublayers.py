@@ -33,7 +33,7 @@ C, D, N, E, K = CFG.hc_mult, CFG.hidden_size, CFG.moe_intermediate_size, CFG.n_r
 FORMS = {"bfloat16": Numerics.native(rows="ffi"), "float32": Numerics.fp32("ffi")}
 
 
-def normal(seed: int, *shape: int, scale: float = 1.0, dtype: Any = np.float32) -> np.ndarray:
+def normal(seed: int, *shape: int, scale: float = 1.0, dtype: Any = np.float32) -> Any:
     values = np.random.default_rng(seed).normal(scale=scale, size=shape)
     return values.astype(np.float32).astype(dtype)
 
@@ -174,7 +174,7 @@ def test_the_slope_is_that_of_the_function(name):
 # -- products and quantizers -----------------------------------------------------------------------
 
 
-def hard_rows(count: int, k: int) -> np.ndarray:
+def hard_rows(count: int, k: int) -> Any:
     """Rows of all sizes, with ties, zeros of both signs, the largest and the smallest numbers."""
     x = normal(41, count, k) * np.exp2(np.arange(count) - count // 2)[:, None].astype(np.float32)
     x[1] = np.float32([0.0, -0.0, 448.0, -1e30, 1e-38, 17.0, 2.5, -0.05])[np.arange(k) % 8]
@@ -217,7 +217,8 @@ def chosen(rows: int) -> moe.Route:
 def stacks(format: quant.Format) -> dict[str, Any]:
     shapes = {"w1": (2, E, N, D), "w3": (2, E, N, D), "w2": (2, E, D, N)}
     return {
-        name: stored(53 + i, *shape, format=format) for i, (name, shape) in enumerate(shapes.items())
+        name: stored(53 + i, *shape, format=format)
+        for i, (name, shape) in enumerate(shapes.items())
     }
 
 
