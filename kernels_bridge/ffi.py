@@ -36,6 +36,7 @@ __all__ = [
     "rotated",
     "route",
     "shared",
+    "store",
 ]
 
 _ROWS = handlers.Library(
@@ -46,6 +47,7 @@ _ROWS = handlers.Library(
         "index_scores",
         "index_cache",
         "best",
+        "store",
     ),
 )
 _SUBLAYERS = handlers.Library(
@@ -238,6 +240,19 @@ def attend_cache(
         jnp.asarray(source, jnp.int32), pages, *spans, *rows, selected, sink,
         window=np.int64(window), scale=np.float32(scale),
     )  # fmt: skip
+
+
+def store(
+    rings: jax.Array, layer: Any, vectors: jax.Array, slot: jax.Array, place: jax.Array,
+    before: jax.Array,
+) -> jax.Array:  # fmt: skip
+    """`rings` [L, B, R, K] with vectors [T, K] at [layer, slot, place] (each [T]); a place outside
+    is dropped. The memory is that of `rings`, which are overwritten only when `before` is there:
+    what reads them as they were must be what makes it.
+    """
+    result = jax.ShapeDtypeStruct(rings.shape, rings.dtype)
+    operands = rings, jnp.asarray(layer, jnp.int32), vectors, slot, place, before
+    return cast(jax.Array, handlers.call(_ROWS, "store", result, *operands, aliases={0: 0}))
 
 
 def index_cache(

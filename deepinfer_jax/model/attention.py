@@ -97,10 +97,16 @@ def window_keys(
 
 @nx.by_name("codec")
 def store_window(
-    ring: Ring, new: jax.Array, rows: Rows, spans: Spans, codec: Codec, numerics: Numerics
-) -> jax.Array:
-    """Write the rows' window vectors [T, Hd] into their ring places; returns the ring data."""
+    ring: Ring, new: jax.Array, rows: Rows, spans: Spans, codec: Codec, numerics: Numerics,
+    before: jax.Array | None = None,
+) -> jax.Array:  # fmt: skip
+    """Write the rows' window vectors [T, Hd] into their ring places; returns the ring data.
+
+    before: what was made of the ring as it was, so that a kernel can overwrite it in its place.
+    """
     slot, place = ring_targets(rows, spans, ring.data.shape[2])
+    if numerics.rows == "ffi" and before is not None:
+        return nx.store_in_place(ring.data, ring.layer, codec.store(new), slot, place, before)
     return ring.data.at[ring.layer, slot, place].set(codec.store(new), mode="drop")
 
 

@@ -382,11 +382,13 @@ def answer(
     cfg, numerics, cache = call.cfg, call.numerics, s.cache
     if cache is not None:
         # The ring is read before it is overwritten: without the barrier a compiler would copy it.
-        data, o, seen = lax.optimization_barrier((cache.window, o, s.seen))
         codec = caches.window_codec(cfg, numerics)
-        data = attention.store_window(
-            Ring(data, layer), asked.k, call.whole, call.spans, codec, numerics
-        )
+        to, seen = (call.whole, call.spans, codec, numerics), s.seen
+        if numerics.rows == "ffi":  # the barrier is gone there before XLA decides what to copy
+            data = attention.store_window(Ring(cache.window, layer), asked.k, *to, before=o)
+        else:
+            data, o, seen = lax.optimization_barrier((cache.window, o, seen))
+            data = attention.store_window(Ring(data, layer), asked.k, *to)
         s = dataclasses.replace(s, cache=dataclasses.replace(cache, window=data), seen=seen)
     y = attention.output(p["attn"], o, angle, cfg, numerics)
     streams = hyper.expand(y, asked.mixed, s.x, numerics)

@@ -59,6 +59,7 @@ from deepinfer_jax.numerics.scores import (
     index_cache,
     index_scores,
     index_width,
+    store_in_place,
 )
 from deepinfer_jax.numerics.settings import Form, Numerics
 from deepinfer_jax.numerics.single import in_kernel
@@ -120,6 +121,7 @@ __all__ = [
     "row_sum",
     "rows_for",
     "spread",
+    "store_in_place",
     "top_k",
     "unit_sum",
 ]

@@ -115,6 +115,16 @@ def index_cache(
     return ffi.index_cache(q, weight, entries, slot, visible, ids, _rounding(numerics))
 
 
+def store_in_place(
+    rings: jax.Array, layer: Any, vectors: jax.Array, slot: jax.Array, place: jax.Array,
+    before: jax.Array,
+) -> jax.Array:  # fmt: skip
+    """Vectors written into the rings when `before`, made of the rings as they were, is there:
+    `rows="ffi"`, no gradient. Arguments as in `kernels_bridge.ffi.store`.
+    """
+    return ffi.store(rings, layer, vectors, slot, place, before)
+
+
 def _rounding(numerics: Numerics) -> str:
     return "none" if numerics.dtype == "float32" else numerics.index_rounding
 

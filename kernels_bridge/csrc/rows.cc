@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <cstring>
 #include <limits>
 #include <type_traits>
 #include <vector>
@@ -115,6 +116,30 @@ ffi::Error attend_cache(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer f
   if (!inside) return refuse("attend_cache: source out of range, or no pages");
   return known && fits ? ffi::Error::Success()
                        : refuse("attend_cache: operands must be bfloat16 or float32");
+}
+
+// Writes vectors [T, K] to their places [slot, place] of a layer's ring in `rings` [L, B, R, K], which
+// the result takes over; a row without place there is not written. Runs after what made `before`.
+ffi::Error store(ffi::AnyBuffer rings, ffi::Buffer<ffi::S32> layer, ffi::AnyBuffer vectors,
+                 ffi::Buffer<ffi::S32> slot, ffi::Buffer<ffi::S32> place, ffi::AnyBuffer before,
+                 ffi::Result<ffi::AnyBuffer> out) {
+  const auto shape = rings.dimensions(), given = vectors.dimensions();
+  if (shape.size() != 4 || given.size() != 2 || given[1] != shape[3] ||
+      vectors.element_type() != rings.element_type()) {
+    return refuse("store: rings must be [L, B, R, K], vectors [T, K] of their type");
+  }
+  const int64_t at = layer.typed_data()[0];
+  if (at < 0 || at >= shape[0]) return refuse("store: layer out of range");
+  char* to = static_cast<char*>(out->untyped_data());
+  if (to != rings.untyped_data()) std::memcpy(to, rings.untyped_data(), rings.size_bytes());
+  const int64_t one = given[0] ? vectors.size_bytes() / given[0] : 0;
+  for (int64_t r = 0; r < given[0]; ++r) {
+    const int64_t s = slot.typed_data()[r], p = place.typed_data()[r];
+    if (s < 0 || s >= shape[1] || p < 0 || p >= shape[2]) continue;
+    const char* from = static_cast<const char*>(vectors.untyped_data()) + r * one;
+    std::memcpy(to + ((at * shape[1] + s) * shape[2] + p) * one, from, one);
+  }
+  return ffi::Error::Success();
 }
 
 // q [..., H, K], weight [..., H], keys [..., N, K] -> float32 [..., N]: sum over heads, ascending, of
@@ -278,6 +303,15 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(deepinfer_attend_cache, deepinfer::attend_cache,
                                   .Ret<xla::ffi::Buffer<xla::ffi::F32>>()
                                   .Attr<int64_t>("window")
                                   .Attr<float>("scale"));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(deepinfer_store, deepinfer::store,
+                              xla::ffi::Ffi::Bind()
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .Arg<xla::ffi::Buffer<xla::ffi::S32>>()
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .Arg<xla::ffi::Buffer<xla::ffi::S32>>()
+                                  .Arg<xla::ffi::Buffer<xla::ffi::S32>>()
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .Ret<xla::ffi::AnyBuffer>());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(deepinfer_index_cache, deepinfer::index_cache,
                               xla::ffi::Ffi::Bind()
                                   .Ctx<xla::ffi::ThreadPool>()
