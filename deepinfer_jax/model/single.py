@@ -19,9 +19,9 @@ from kernels_bridge import ffi
 
 def mix(p: Any, streams: jax.Array, cfg: ModelConfig, numerics: Numerics) -> Any:
     """(pre, post, comb) of `hyper.mix`."""
-    wide = (p[name].astype(jnp.float32) for name in ("scale", "base"))
+    scale, base = p["scale"].astype(jnp.float32), p["base"].astype(jnp.float32)
     turns, eps = cfg.hc_sinkhorn_iters, cfg.hc_eps
-    return ffi.mix(streams, nx.readable(p["fn"]), *wide, turns, eps, cfg.rms_norm_eps)
+    return ffi.mix(streams, nx.readable(p["fn"]), scale, base, turns, eps, cfg.rms_norm_eps)
 
 
 def mixes_fit(cfg: ModelConfig, **_: Any) -> bool:

@@ -42,7 +42,7 @@ def in_kernel(
             if values["numerics"].rows != "ffi" or (fits is not None and not fits(**values)):
                 return function(*args, **more)
             arrays = {name: value for name, value in values.items() if name not in fixed}
-            made = _run(kernel, function, tuple((name, values[name]) for name in fixed), arrays)
+            made: Any = _run(kernel, function, tuple((n, values[n]) for n in fixed), arrays)
             return made if result is None else result(*made)
 
         return cast(Function, call)
