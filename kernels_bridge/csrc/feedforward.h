@@ -11,16 +11,16 @@
 
 namespace deepinfer {
 
-// silu(min(gate, limit)) * clip(up) * weight of each row: [rows, n] -> out, in the place of either if
-// need be. No weights: 1.
-template <class T>
+// weight * silu(min(gate, limit)) * clip(up) of each row [n]; gate and up are what is stored of them as
+// an X. No weights: 1. out may be either.
+template <class X, class T, class Y>
 inline void activate(const T* gates, const T* ups, int64_t stride, int64_t rows, int64_t n,
-                     float limit, const float* weight, float* out) {
-  for (int64_t r = 0; r < rows; ++r, gates += stride, ups += stride, out += n) {
+                     float limit, const float* weight, Y* out, int64_t out_stride) {
+  for (int64_t r = 0; r < rows; ++r, gates += stride, ups += stride, out += out_stride) {
     const Wide factor = all<Wide>(weight ? weight[r] : 1.0f), most = all<Wide>(limit);
     each_wide(n, [&](int64_t i, auto some) {
-      const Wide gate = smaller(wide(gates + i, some), most);
-      const Wide up = larger(smaller(wide(ups + i, some), most), -most);
+      const Wide gate = smaller(as_stored<X>(wide(gates + i, some)), most);
+      const Wide up = larger(smaller(as_stored<X>(wide(ups + i, some)), most), -most);
       put(out + i, factor * (gate * sigmoid(gate) * up), some);
     });
   }
@@ -43,20 +43,13 @@ template <class X, class W>
 void run_expert(const float* x, int64_t rows, const W* w1, const W* w3, const W* w2, int64_t d,
                 int64_t n, float limit, const float* weight, bool quantized, float* y) {
   const int64_t width = padded(n);
-  float* gate = scratch<2>(3 * rows * width);
-  float *up = gate + rows * width, *hidden = up + rows * width;
+  float* gate = scratch<2>(2 * rows * width);
+  float *up = gate + rows * width, *hidden = gate;
   multiply(x, rows, w1, d, n, gate, width);
   multiply(x, rows, w3, d, n, up, width);
-  round_rows<X>(gate, rows, n, false);
-  round_rows<X>(up, rows, n, false);
-  if (width == n) {
-    activate(gate, up, width, rows, n, limit, weight, hidden);
-  } else {
-    for (int64_t r = 0; r < rows; ++r) {
-      activate(gate + r * width, up + r * width, width, 1, n, limit, weight ? weight + r : nullptr,
-               hidden + r * width);
-      std::fill(hidden + r * width + n, hidden + (r + 1) * width, 0.0f);
-    }
+  activate<X>(gate, up, width, rows, n, limit, weight, hidden, width);
+  for (int64_t r = 0; n < width && r < rows; ++r) {
+    std::fill(hidden + r * width + n, hidden + (r + 1) * width, 0.0f);
   }
   round_rows<X>(hidden, rows, n, quantized);
   multiply(hidden, rows, w2, n, d, y, d);

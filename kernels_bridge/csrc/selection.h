@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <limits>
 #include <vector>
 
 #include "elements.h"
@@ -27,29 +28,30 @@ inline void choose_best(const float* x, int64_t n, int64_t k, int32_t* columns) 
   if (!k) return;
   thread_local std::vector<uint64_t> kept;
   kept.clear();
-  bool full = false;
-  float least = 0;  // of k that are kept
+  constexpr float kNothing = -std::numeric_limits<float>::infinity();
+  float least = kNothing;  // what is no better is not kept: a later column never wins a tie
   const auto halve = [&] {
     std::nth_element(kept.begin(), kept.begin() + k - 1, kept.end());
     kept.resize(k);
     least = x[uint32_t(kept[k - 1])];
-    full = true;
   };
   each_wide(n, [&](int64_t i, auto some) {
-    if (full && least == least) {  // a later column never wins a tie
-      Wide values = all<Wide>(least);
-      std::memcpy(&values, x + i, some * sizeof(float));
-      if (!any(~(values <= all<Wide>(least)))) return;
-    }
+    Wide values = all<Wide>(kNothing);
+    std::memcpy(&values, x + i, some * sizeof(float));
+    if (!any(~(values <= all<Wide>(least)))) return;
     for (int64_t j = i; j < i + some; ++j) {
-      if (full && x[j] <= least) continue;
+      if (x[j] <= least) continue;
       kept.push_back(place_of(x[j], j));
       if (int64_t(kept.size()) == 2 * k) halve();
     }
   });
   if (int64_t(kept.size()) > k) halve();
   std::sort(kept.begin(), kept.end());
-  for (int64_t i = 0; i < k; ++i) columns[i] = int32_t(uint32_t(kept[i]));
+  int32_t* end = columns;
+  for (const uint64_t key : kept) *end++ = int32_t(uint32_t(key));
+  for (int64_t i = 0; end < columns + k; ++i) {  // what is -inf, from the first on
+    if (x[i] == kNothing) *end++ = int32_t(i);
+  }
 }
 
 }  // namespace deepinfer

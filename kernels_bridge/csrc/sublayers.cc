@@ -299,6 +299,7 @@ ffi::Error experts(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Buffer<ffi::S32>
   for (int64_t e = 0; e < count; ++e) {
     for (int64_t i = shares.first[e]; i < shares.first[e + 1]; i += kHeight) parts.push_back({e, i});
   }
+  float* wide_x = scratch<3>(in[0] * width);  // made once, not for every expert
   bool fits = false;
   const bool known = with_rows(x, out, [&](const auto* from, auto* to) {
     using X = Plain<decltype(from)>;
@@ -306,6 +307,11 @@ ffi::Error experts(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Buffer<ffi::S32>
       const int32_t e = chosen.typed_data()[i];
       if (e < 0 || e >= count) std::fill_n(to + i * d, d, X{});
     }
+    over_blocks(pool, in[0], kHeight, 16 * in[0] * d, [&](int64_t r, int64_t end) {
+      float* own = wide_x + r * width;
+      unpack(from + r * d, end - r, d, d, own);
+      round_rows<X>(own, end - r, d, quantized);
+    });
     fits = with_floats(w1, [&](const auto* gate) {
       using W = Plain<decltype(gate)>;
       in_parts(pool, parts.size(), shares.first[count] * 3 * n * d, [&](int64_t part) {
@@ -315,10 +321,9 @@ ffi::Error experts(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Buffer<ffi::S32>
         float* weight = y + some * d;
         for (int64_t i = 0; i < some; ++i) {
           const int64_t place = shares.place[begin + i];
-          unpack(from + place / k * d, 1, d, d, own + i * width);
+          std::copy_n(wide_x + place / k * width, width, own + i * width);
           weight[i] = weights.typed_data()[place];
         }
-        round_rows<X>(own, some, d, quantized);
         const int64_t one = n * d, skip = (at * count + e) * one;
         run_expert<X>(own, some, gate + skip, data<W>(w3) + skip, data<W>(w2) + skip, d, n, limit,
                       weight, quantized, y);
@@ -343,7 +348,7 @@ ffi::Error activate_rows(ffi::AnyBuffer gate, ffi::AnyBuffer up, ffi::ResultBuff
   }
   const bool known = with_floats(gate, [&](const auto* from) {
     const auto* other = static_cast<decltype(from)>(up.untyped_data());
-    activate(from, other, 0, 1, count, limit, nullptr, y->typed_data());
+    activate<float>(from, other, 0, 1, count, limit, nullptr, y->typed_data(), 0);
   });
   return known ? ffi::Error::Success() : refuse("activate: bfloat16 or float32 expected");
 }
