@@ -1,0 +1,105 @@
+"""The peers that `bench/gpu_peers.py` measures compute what ours computes."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib.util
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from deepinfer_jax import params, tables
+from deepinfer_jax.cache import init_cache
+from deepinfer_jax.model import head
+from deepinfer_jax.model.forward import forward
+from deepinfer_jax.numerics import Numerics, scores
+from deepinfer_jax.rows import text_rows
+
+torch = pytest.importorskip("torch", reason="the peer is written in torch")
+BENCH = Path(__file__).parents[1] / "bench"
+SLOTS, STEPS = 3, 70
+
+
+@pytest.fixture(scope="module")
+def peers():
+    """`bench` on the path, as for its scripts."""
+    before = list(sys.path)
+    sys.path.insert(0, str(BENCH))
+    try:
+        yield {name: importlib.import_module(name) for name in ("released", "peers.torch_step")}
+    finally:
+        sys.path[:] = before
+
+
+@pytest.fixture(scope="module")
+def parts(peers):
+    """Config without stored formats, float32 parameters of ours, token map."""
+    cfg = dataclasses.replace(peers["released"].slice_config(small=True), quantized=False)
+    token_map = np.arange(cfg.vocab_size, dtype=np.int32) % cfg.engram_compressed_vocab_size
+    made = params.widen(params.init(jax.random.key(3), cfg))
+    return cfg, made, token_map, np.random.default_rng(1).integers(3, cfg.vocab_size, (STEPS, SLOTS))
+
+
+@functools.partial(jax.jit, static_argnames=("cfg", "numerics"), donate_argnames="cache")
+def ours(made, table, tokens, cache, cfg, numerics):
+    rows = text_rows(tokens, jnp.arange(cache.slots, dtype=jnp.int32), cache.lengths)
+    hidden, cache = forward(made, table, rows, cache, cfg, numerics)
+    cache = dataclasses.replace(cache, lengths=cache.lengths + 1)
+    return head.logits(made, hidden.output, numerics), cache
+
+
+def best(values, count):
+    """Ties go to the lower column, as ours do; torch.topk takes whichever. They are common: a score
+    of which every head sees nothing is 0.
+    """
+    value, place = values.sort(stable=True, descending=True)
+    return value[:, :count], place[:, :count]
+
+
+def theirs(peers, parts, **how):
+    step = peers["peers.torch_step"]
+    cfg, made, token_map, tokens = parts
+    weights, experts = step.taken(made, "cpu")
+    shape = step.Shape(cfg, SLOTS, STEPS)
+    model = step.Model(
+        cfg, weights, experts, torch.from_numpy(token_map).long(), shape, best=best, **how
+    )
+    state = shape.state("cpu", torch.float32)
+    return np.stack([model.step(torch.from_numpy(each), state).numpy() for each in tokens])
+
+
+@pytest.fixture(scope="module")
+def expected(parts):
+    """Logits [steps, slots, V] of ours, whose index scores are rounded to bfloat16 whatever the
+    numerics: two orders of a sum would round to two sides and choose other entries, so not here.
+    """
+    cfg, made, token_map, tokens = parts
+    # Numerics that no other test has, so that nothing compiled here serves another.
+    numerics = dataclasses.replace(Numerics.fp32(), index_block=499)
+    table = tables.make_tables(cfg, token_map, STEPS)
+    cache, found = init_cache(cfg, numerics, SLOTS, STEPS), []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(scores, "round_to", lambda x, dtype: x)
+        for each in tokens:
+            logits, cache = ours(made, table, jnp.asarray(each, jnp.int32), cache, cfg, numerics)
+            found.append(np.asarray(logits))
+    return np.stack(found)
+
+
+@pytest.mark.parametrize("routed", ["experts_gathered", "experts_grouped"])
+def test_the_step_in_torch_is_ours(peers, parts, expected, routed):
+    """Float32 and no quantizers: what is left are orders of sums, 4e-6 here (1e-4 is what models of
+    this kind are compared at, docs/model.md). Long enough that windows wrap around and layers choose
+    among entries and among candidates.
+    """
+    cfg = parts[0]
+    assert STEPS > 2 * cfg.sliding_window and STEPS // 2 > cfg.index_topk
+    assert STEPS > cfg.candidate_topk_blocks * cfg.candidate_block_size
+    got = theirs(peers, parts, routed=getattr(peers["peers.torch_step"], routed))
+    size = np.abs(expected).max(-1)
+    np.testing.assert_array_less(np.abs(got - expected).max(-1), 1e-4 * size)
