@@ -1,0 +1,40 @@
+"""Ours as a peer: the program that `gpu_decode.py` times, with our kernels or plain XLA's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import gpu_decode
+import jax
+import released
+
+from deepinfer_jax.numerics import Form
+
+STORED = {
+    "weights": "FP8 and FP4 as released, decoded inside every product",
+    "cache": "FP8 windows, FP4 entries and index keys, packed",
+    "activations": "bfloat16, FP8 before every quantized product",
+}
+FORMS: dict[str, Form] = {"ours": "pallas", "xla": "batched"}
+
+
+def measured(
+    name: str, cells: list[tuple[int, int]], steps: int, repeats: int, small: bool
+) -> Iterator[dict[str, Any]]:
+    """Of each cell (batch, tokens held) the `samples_ms` of a step."""
+    cfg, form = released.slice_config(small), FORMS[name]
+    numerics = gpu_decode.numerics_of(form, small)
+    spare = steps * (repeats + 2) + 2
+    made = jax.block_until_ready(released.make(cfg, max(c for _, c in cells) + spare))
+    for batch, context in cells:
+        programs = gpu_decode.compiled(
+            made, cfg, numerics, batch, context + spare, steps, profile=False
+        )
+        row = gpu_decode.cell(
+            programs, made, cfg, numerics, batch, context, context + spare, steps, repeats, 0
+        )
+        peak = (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
+        yield {
+            "samples_ms": row["samples_ms"], "experts_touched": row["touched"], "peak_bytes": peak,
+        }  # fmt: skip
