@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import released
-from environment import ROOT, machine, write_result
+from environment import ROOT, write_result
 
 from deepinfer_jax.numerics import Numerics
 
@@ -146,9 +146,7 @@ def where() -> dict[str, Any]:
     """`machine()` of another process: this one must not hold the GPU's memory while peers run."""
     code = "import json, environment; print(json.dumps(environment.machine()))"
     command = [sys.executable, "-c", code]
-    done = subprocess.run(
-        command, capture_output=True, text=True, check=True, cwd=ROOT / "bench"
-    )
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT / "bench")
     return json.loads(done.stdout.splitlines()[-1])
 
 

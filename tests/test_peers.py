@@ -42,7 +42,12 @@ def parts(peers):
     cfg = dataclasses.replace(peers["released"].slice_config(small=True), quantized=False)
     token_map = np.arange(cfg.vocab_size, dtype=np.int32) % cfg.engram_compressed_vocab_size
     made = params.widen(params.init(jax.random.key(3), cfg))
-    return cfg, made, token_map, np.random.default_rng(1).integers(3, cfg.vocab_size, (STEPS, SLOTS))
+    return (
+        cfg,
+        made,
+        token_map,
+        np.random.default_rng(1).integers(3, cfg.vocab_size, (STEPS, SLOTS)),
+    )
 
 
 @functools.partial(jax.jit, static_argnames=("cfg", "numerics"), donate_argnames="cache")

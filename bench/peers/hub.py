@@ -1,4 +1,4 @@
-"""transformers as a peer: its nearest model, DeepSeek-V4, in steps of one token on its own cache."""
+"""transformers as a peer: its nearest model, DeepSeek-V4, in steps of one token on its cache."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ STORED = {
     "weights": "bfloat16; layers take turns with two stacks of experts, as the plain step does",
     "cache": "bfloat16",
     "activations": "bfloat16",
-    "differences": "DeepSeek-V4, not V4.1: every layer with compressed KV pools four tokens with an "
-    "overlap and has an indexer of its own (here two layers of windows and six of those; there two "
-    "sources of KV for six layers, pooling two tokens and none); attention multiplies with every "
-    "compressed entry and masks those not chosen; mixes of hyper-connections of the same sub-layer; "
-    "a head for the streams of its own; no Engram; greedy tokens",
+    "differences": "DeepSeek-V4, not V4.1: every layer with compressed KV pools four tokens, with "
+    "an overlap, and has an indexer of its own (six such layers; in the slice two sources of KV and "
+    "three indexers serve six layers, and tokens are pooled in twos or not at all); attention "
+    "multiplies with every compressed entry and masks those not chosen; a norm of each head's "
+    "queries; streams are collapsed by mixes of the same sub-layer, at the end by a head of their "
+    "own; no Engram; greedy tokens",
 }
 SETS = 2
 

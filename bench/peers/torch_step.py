@@ -1,10 +1,10 @@
 """One decode step of the model in torch's own operations: what `gpu_peers.py` measures beside ours.
 
 Written from docs/model.md. Weights, cache and activations are plain floats of one dtype: torch has
-no product of FP4, and whoever runs bfloat16 weights quantizes nothing else either, so the quantizers
-of activations and cache are left out (`Numerics` with both switched off says the same). Shapes are
-fixed and nothing is read back, so that a CUDA graph can record a step; the state is written in
-place.
+no product of FP4, and whoever runs bfloat16 weights quantizes nothing else either, so that the
+quantizers of activations and cache are left out (`Numerics` with both switched off says the same).
+Shapes are fixed and nothing is read back, so that a CUDA graph can record a step; the state is
+written in place.
 
 B slots, one token each; D hidden, C streams, H heads, W window, E entries that a slot has room for.
 """
@@ -19,7 +19,7 @@ from typing import Any
 import jax
 import numpy as np
 import torch
-import torch.nn.functional as F
+import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from deepinfer_jax import params, tables
@@ -178,9 +178,11 @@ def experts_grouped(
 
 @dataclasses.dataclass
 class Model:
-    """Weights as `params.abstract` names them, layers stacked, but of each layer's experts w1 and w3
-    side by side: `experts[layer]` = (up [E, 2I, D], down [E, D, I]). attention, routed: how; best: the
-    largest values of rows and their columns, by default in torch's order among equal ones.
+    """The weights, and how some of it is done.
+
+    weights as `params.abstract` names them, layers stacked; of each layer's experts w1 and w3 stand
+    side by side: experts[layer] = (up [E, 2I, D], down [E, D, I]). best: the largest values of rows
+    and their columns, by default in torch's order among equal ones.
     """
 
     cfg: ModelConfig
@@ -361,7 +363,9 @@ class Model:
 
 def _at(tree: Any, i: int) -> Any:
     """Layer i of stacked weights."""
-    return {name: _at(each, i) for name, each in tree.items()} if isinstance(tree, dict) else tree[i]
+    return (
+        {name: _at(each, i) for name, each in tree.items()} if isinstance(tree, dict) else tree[i]
+    )
 
 
 def _tensor(array: Any, device: Any) -> Tensor:
@@ -384,9 +388,7 @@ def taken(tree: Any, device: Any) -> tuple[Any, list[tuple[Tensor, Tensor]]]:
     return made, list(zip(up, stacks["w2"], strict=True))
 
 
-def drawn(
-    cfg: ModelConfig, device: Any, sets: int
-) -> tuple[Any, list[tuple[Tensor, Tensor]]]:
+def drawn(cfg: ModelConfig, device: Any, sets: int) -> tuple[Any, list[tuple[Tensor, Tensor]]]:
     """Random bfloat16 weights on the device; what the release keeps in float32 stays there.
 
     Layers share `sets` stacks of experts, in turns: what a step reads is as much as with stacks of
