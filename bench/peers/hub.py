@@ -19,8 +19,8 @@ STORED = {
     "cache": "bfloat16",
     "activations": "bfloat16",
     "differences": "DeepSeek-V4, not V4.1: every layer with compressed KV pools four tokens, with "
-    "an overlap, and has an indexer of its own (six such layers; in the slice two sources of KV and "
-    "three indexers serve six layers, and tokens are pooled in twos or not at all); attention "
+    "an overlap, and has an indexer of its own (six such layers; in the slice two sources of KV "
+    "and three indexers serve six layers, and tokens are pooled in twos or not at all); attention "
     "multiplies with every compressed entry and masks those not chosen; a norm of each head's "
     "queries; streams are collapsed by mixes of the same sub-layer, at the end by a head of their "
     "own; no Engram; greedy tokens",
