@@ -44,20 +44,25 @@ def signature(need: Need, path: str, parameters: str, used: str) -> Signature:
 
 
 def difference(function: Callable[..., Any], published: Signature) -> str | None:
-    """What of `published` the function lacks; None where it has all that an adapter passes.
+    """What of `published` the function lacks; None where it has all that an adapter passes."""
+    names, open_ended = parameters_of(function)
+    if not names and not open_ended:
+        return "its parameters cannot be read"
+    missing = [name for name in published.used if name not in names and not open_ended]
+    return f"it has no parameter {', '.join(missing)}" if missing else None
+
+
+def parameters_of(function: Callable[..., Any]) -> tuple[frozenset[str], bool]:
+    """Names of its parameters, and whether it takes any others by name.
 
     A function in C++ names its parameters in its docstring only.
     """
     try:
         taken = inspect.signature(function).parameters
-        open_ended = any(p.kind is p.VAR_KEYWORD for p in taken.values())
-        names = set(published.used) if open_ended else set(taken)
     except (TypeError, ValueError):
-        names = set(re.findall(r"\b(\w+):", (function.__doc__ or "").partition("->")[0]))
-        if not names:
-            return "its parameters cannot be read"
-    missing = [name for name in published.used if name not in names]
-    return f"it has no parameter {', '.join(missing)}" if missing else None
+        said = (function.__doc__ or "").partition("->")[0]
+        return frozenset(re.findall(r"\b(\w+):", said)), False
+    return frozenset(taken), any(p.kind is p.VAR_KEYWORD for p in taken.values())
 
 
 @functools.cache

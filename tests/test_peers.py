@@ -98,7 +98,7 @@ def expected(parts):
 
 @pytest.mark.parametrize("routed", ["experts_gathered", "experts_grouped"])
 def test_the_step_in_torch_is_ours(peers, parts, expected, routed):
-    """Float32 and no quantizers: what is left are orders of sums, 4e-6 of logits of 3 here, asked is
+    """Float32 and no quantizers: what is left are orders of sums, 4e-6 for logits of 3; asked is
     1e-4 of the largest. Long enough that windows wrap around and layers choose among entries and
     among candidates.
     """

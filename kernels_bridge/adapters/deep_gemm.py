@@ -18,12 +18,11 @@ from jax import lax
 
 from kernels_bridge import dlpack
 from kernels_bridge.registry import Capability, Impl, Need
-from kernels_bridge.signatures import Signature, function_of, signature
+from kernels_bridge.signatures import Signature, function_of, parameters_of, signature
 
 _MEND = "build and install deepinfer-gemm 2.8 (its own setup, nvcc 12.9 or later at run time)"
 _TORCH = Need("torch", at_least="2.3")
 LIBRARY = Need("deep_gemm", at_least="2.6", mend=_MEND)
-LATER = Need("deep_gemm", at_least="2.8", mend=_MEND)
 
 _COMMON = "recipe recipe_a recipe_b compiled_dims disable_ue8m0_cast"
 PRODUCTS = {
@@ -39,7 +38,11 @@ PRODUCTS = {
     ),
 }  # fmt: skip
 _LOGITS = "q kv weights cu_seq_len_k_start cu_seq_len_k_end max_seqlen_k"
-LOGITS = signature(LATER, "fp8_fp4_mqa_logits", f"{_LOGITS} schedule_meta", _LOGITS)
+# Upstream's has two parameters more: a switch, on by default, that fills what is beyond a row's
+# columns and does not go with rows of their own length; and the type of the scores, float32.
+LOGITS = signature(
+    LIBRARY, "fp8_fp4_mqa_logits", f"{_LOGITS} clean_logits logits_dtype schedule_meta", _LOGITS
+)
 
 _ALIGNED = 4  # numbers of 4 bytes in 16
 _TILE = 128  # rows of one expert in a contiguous layout
@@ -219,12 +222,15 @@ def run_packed(q, keys, weight, first, last):
 def _logits(given: Callable[..., Any], operands, dtype, count: int) -> jax.Array:
     """Scores [T, count] whose row t the library made from column 0 = first[t] on."""
     function = function_of(LOGITS)
+    names, _ = parameters_of(function)
 
     def kernel(results, *tensors):
         q, kv, weight, first, last = given(*tensors)
+        upstream = {"clean_logits": False, "logits_dtype": results[0].dtype}
+        switches = upstream if names >= set(upstream) else {}
         made = function(
             q=q, kv=kv, weights=weight, cu_seq_len_k_start=first, cu_seq_len_k_end=last,
-            max_seqlen_k=count,
+            max_seqlen_k=count, **switches,
         )  # fmt: skip
         results[0].copy_(made)
 
@@ -238,11 +244,11 @@ def _logits(given: Callable[..., Any], operands, dtype, count: int) -> jax.Array
 
 
 LOGITS_HOPPER = Impl(
-    "deep_gemm_sm90", "dlpack", _capability(9, (_TORCH, LATER)),
+    "deep_gemm_sm90", "dlpack", _capability(9, (_TORCH, LIBRARY)),
     "fp8_fp4_mqa_logits, e4m3 keys with a float32 scale each", run_logits, accepts_logits,
 )  # fmt: skip
 LOGITS_BLACKWELL = Impl(
     "deep_gemm_sm100", "dlpack",
-    Capability(("cuda",), (10,), ("uint8",), (_TORCH, LATER)),
+    Capability(("cuda",), (10,), ("uint8",), (_TORCH, LIBRARY)),
     "fp8_fp4_mqa_logits, packed FP4 queries and keys", run_packed, accepts_packed,
 )  # fmt: skip

@@ -207,6 +207,16 @@ def fp8_fp4_mqa_logits(q, kv, weights, cu_seq_len_k_start, cu_seq_len_k_end, max
     return made.to(result)
 
 
+def fp8_fp4_mqa_logits_upstream(
+    q, kv, weights, cu_seq_len_k_start, cu_seq_len_k_end, clean_logits=True, max_seqlen_k=0,
+    logits_dtype=torch.float32,
+):  # fmt: skip
+    need(max_seqlen_k > 0 and not clean_logits, "rows of their own length, not cleaned")
+    need(weights.dtype != torch.bfloat16 or logits_dtype == weights.dtype, "the type of scores")
+    made = fp8_fp4_mqa_logits(q, kv, weights, cu_seq_len_k_start, cu_seq_len_k_end, max_seqlen_k)
+    return made.to(logits_dtype)
+
+
 def nibbles(codes, scale):
     values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
     values = torch.cat([values, -values])
@@ -216,12 +226,12 @@ def nibbles(codes, scale):
     return values[wide.long()] * scale.repeat_interleave(32, -1)
 
 
-def deep_gemm() -> types.SimpleNamespace:
+def deep_gemm(scores=fp8_fp4_mqa_logits) -> types.SimpleNamespace:
     return types.SimpleNamespace(
         fp8_gemm_nt=fp8_gemm_nt,
         m_grouped_fp8_gemm_nt_contiguous=m_grouped_fp8_gemm_nt_contiguous,
         m_grouped_fp8_gemm_nt_masked=m_grouped_fp8_gemm_nt_masked,
-        fp8_fp4_mqa_logits=fp8_fp4_mqa_logits,
+        fp8_fp4_mqa_logits=scores,
     )
 
 

@@ -141,19 +141,22 @@ def test_products_get_their_scales_as_they_want_them(library, name, group, block
 
 # -- the indexer -----------------------------------------------------------------------------------
 
+SCORES = [stand_ins.fp8_fp4_mqa_logits, stand_ins.fp8_fp4_mqa_logits_upstream]
 FIRST, LAST = np.array([0, 3, 5], np.int32), np.array([9, 7, 5], np.int32)
 
 
-def test_scores_are_put_back_to_their_columns(library):
-    library("deep_gemm", stand_ins.deep_gemm())
+@pytest.mark.parametrize("scores", SCORES)
+def test_scores_are_put_back_to_their_columns(library, scores):
+    library("deep_gemm", stand_ins.deep_gemm(scores))
     fp8 = ml_dtypes.float8_e4m3fn
     q, keys = normal(1, 3, 32, 64, dtype=fp8), normal(2, 9, 64, dtype=fp8)
     against_twin(logits.index_logits, "deep_gemm_sm90", q, keys, np.abs(normal(3, 9)),
                  normal(4, 3, 32), FIRST, LAST, tolerance=1e-4)  # fmt: skip
 
 
-def test_packed_vectors_are_cut_into_codes_and_words(library):
-    library("deep_gemm", stand_ins.deep_gemm())
+@pytest.mark.parametrize("scores", SCORES)
+def test_packed_vectors_are_cut_into_codes_and_words(library, scores):
+    library("deep_gemm", stand_ins.deep_gemm(scores))
     q, keys = map(
         np.asarray, map(jax.jit(quant.pack_index), (normal(1, 3, 16, 128), normal(2, 9, 128)))
     )
@@ -189,6 +192,7 @@ PUBLISHED = [
     (deep_gemm.PRODUCTS["fp8_gemm"], stand_ins.fp8_gemm_nt),
     (deep_gemm.PRODUCTS["grouped_masked"], stand_ins.m_grouped_fp8_gemm_nt_masked),
     (deep_gemm.LOGITS, stand_ins.fp8_fp4_mqa_logits),
+    (deep_gemm.LOGITS, stand_ins.fp8_fp4_mqa_logits_upstream),
     (deep_select.TOPK, stand_ins.topk),
 ]
 
