@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import gpu_decode
@@ -27,12 +28,16 @@ def measured(
     numerics = gpu_decode.numerics_of(form, small)
     spare = steps * (repeats + 2) + 2
     made = jax.block_until_ready(released.make(cfg, max(c for _, c in cells) + spare))
-    for batch, context in cells:
-        programs = gpu_decode.compiled(
-            made, cfg, numerics, batch, context + spare, steps, profile=False
-        )
+
+    def build(cell: tuple[int, int]) -> Any:
+        batch, context = cell
+        return gpu_decode.compiled(made, cfg, numerics, batch, context + spare, steps, False)
+
+    with ThreadPoolExecutor(len(cells)) as pool:
+        programs = list(pool.map(build, cells))
+    for (batch, context), program in zip(cells, programs, strict=True):
         row = gpu_decode.cell(
-            programs, made, cfg, numerics, batch, context, context + spare, steps, repeats, 0
+            program, made, cfg, numerics, batch, context, context + spare, steps, repeats, 0
         )
         peak = (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
         yield {
