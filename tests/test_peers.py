@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import functools
 import importlib.util
@@ -23,6 +24,7 @@ from deepinfer_jax.rows import text_rows
 torch = pytest.importorskip("torch", reason="the peer is written in torch")
 BENCH = Path(__file__).parents[1] / "bench"
 SLOTS, STEPS = 3, 70
+SCRIPTS = ("released", "gpu_peers", "peers.torch_step")
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +33,7 @@ def peers():
     before = list(sys.path)
     sys.path.insert(0, str(BENCH))
     try:
-        yield {name: importlib.import_module(name) for name in ("released", "peers.torch_step")}
+        yield {name: importlib.import_module(name) for name in SCRIPTS}
     finally:
         sys.path[:] = before
 
@@ -108,3 +110,30 @@ def test_the_step_in_torch_is_ours(peers, parts, expected, routed):
     got = theirs(peers, parts, routed=getattr(peers["peers.torch_step"], routed))
     size = np.abs(expected).max(-1)
     np.testing.assert_array_less(np.abs(got - expected).max(-1), 1e-4 * size)
+
+
+# -- the script --------------------------------------------------------------------------------
+
+
+def test_a_peer_that_cannot_be_had_or_is_too_slow_takes_no_other(peers, tmp_path):
+    script = peers["gpu_peers"]
+    given = argparse.Namespace(cells=[(2, 64)], steps=1, repeats=1, small=True, seconds=0.01)
+    late = script.asked("torch-eager", given, tmp_path / "late")
+    assert late["failed"] == "not done within 0.01 seconds"
+    assert late["rows"] == []
+    if importlib.util.find_spec("flash_mla") is None:
+        lacking = script.asked("torch-flashmla", given, tmp_path / "lacking")
+        assert (lacking["failed"], lacking["rows"]) == ("not installed: flash_mla", [])
+
+
+def test_peers_are_compared_with_ours_cell_by_cell(peers):
+    def row(batch, *samples):
+        return {"batch": batch, "context": 64, "samples_ms": list(samples)}
+
+    answers = [
+        {"peer": "ours", "rows": [row(1, 2.0, 9.0, 1.0), row(8, 4.0)]},
+        {"peer": "xla", "failed": "not done", "rows": [row(1, 6.0)]},
+    ]
+    one, eight = peers["gpu_peers"].compared(answers)
+    assert one["over_ours"] == {"ours": 1.0, "xla": 3.0}
+    assert eight["ms"] == {"ours": 4.0}
