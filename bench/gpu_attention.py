@@ -51,17 +51,19 @@ LAYER, HELD, CHAIN = 2, 4096, 32
 
 def chained(one: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
     """`one(q, zero, ...)` CHAIN times, each with the queries of all before it and a zero that comes
-    from them too, so that nothing of one is done for all.
+    from them too, so that nothing of one is done for all; the last result.
     """
 
     @jax.jit
     def run(q: jax.Array, *rest: Any) -> jax.Array:
         def step(carry: Any, _: Any) -> tuple[Any, None]:
-            q, zero = carry
-            nothing = 0 * one(q, zero, *rest)
-            return (q + nothing.astype(q.dtype), nothing[0, 0, 0].astype(jnp.int32)), None
+            q, zero, _ = carry
+            out = one(q, zero, *rest)
+            nothing = 0 * out
+            return (q + nothing.astype(q.dtype), nothing[0, 0, 0].astype(jnp.int32), out), None
 
-        return lax.scan(step, (q, jnp.int32(0)), length=CHAIN)[0][0]
+        start = q, jnp.int32(0), jnp.zeros_like(jax.eval_shape(one, q, jnp.int32(0), *rest))
+        return lax.scan(step, start, length=CHAIN)[0][2]
 
     return run
 

@@ -31,6 +31,8 @@ DTYPES = frozenset(
     "bfloat16 float16 float32 int32 int8 uint8 uint32 bool float8_e4m3fn float8_e5m2 "
     "float8_e8m0fnu".split()
 )
+# Why an implementation that allocates must be asked for by name.
+UNRECORDED = "every call asks Python, and no CUDA graph records it"
 Kernel = Callable[..., None]  # (results, *operands) -> None, all of them torch tensors
 _warm: set[tuple[str, tuple[Any, ...]]] = set()
 _recorded: dict[str, int] = {}

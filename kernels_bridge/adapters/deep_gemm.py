@@ -44,6 +44,7 @@ LOGITS = signature(
     LIBRARY, "fp8_fp4_mqa_logits", f"{_LOGITS} clean_logits logits_dtype schedule_meta", _LOGITS
 )
 
+SEEN = "an H200 (sm_90), DeepGEMM 54e2261"
 _ALIGNED = 4  # numbers of 4 bytes in 16
 _TILE = 128  # rows of one expert in a contiguous layout
 
@@ -57,7 +58,7 @@ def hopper(name: str, run: Callable[..., Any], accepts: Callable[..., list[str]]
     return Impl(
         "deep_gemm_sm90", "dlpack", _capability(9, (_TORCH, LIBRARY)),
         f"{PRODUCTS[name].path}, float32 scales", functools.partial(run, False),
-        functools.partial(accepts, False),
+        functools.partial(accepts, False), seen=SEEN, by_name=dlpack.UNRECORDED,
     )  # fmt: skip
 
 
@@ -246,6 +247,7 @@ def _logits(given: Callable[..., Any], operands, dtype, count: int) -> jax.Array
 LOGITS_HOPPER = Impl(
     "deep_gemm_sm90", "dlpack", _capability(9, (_TORCH, LIBRARY)),
     "fp8_fp4_mqa_logits, e4m3 keys with a float32 scale each", run_logits, accepts_logits,
+    seen=SEEN, by_name=dlpack.UNRECORDED,
 )  # fmt: skip
 LOGITS_BLACKWELL = Impl(
     "deep_gemm_sm100", "dlpack",

@@ -45,6 +45,7 @@ BLACKWELL_PAGES = signature(
 )  # fmt: skip
 METADATA = signature(EITHER, "get_mla_metadata", "args kwargs", "")
 _HEADS, _STEP, _BLOCK = (64, 128), 128, 64
+SEEN = "an H200 (sm_90), FlashMLA 9241ae3"
 
 
 def _accepts_heads(heads: int, width: int) -> list[str]:
@@ -174,7 +175,7 @@ ROWS = (
         "flash_mla", "dlpack",
         Capability(("cuda",), (9, 10), ("bfloat16",), (_TORCH, EITHER), batch_invariant=True),
         "flash_mla_sparse_fwd, one block of the chip for each query and 64 heads",
-        run_rows, accepts_rows,
+        run_rows, accepts_rows, seen=SEEN, by_name=dlpack.UNRECORDED,
     ),
 )  # fmt: skip
 PAGES = (
@@ -188,6 +189,6 @@ PAGES = (
         "flash_mla_sm90", "dlpack",
         Capability(("cuda",), (9,), ("bfloat16",), (_TORCH, HOPPER), batch_invariant=True),
         "flash_mla_with_kvcache over V4.0's pages of 584 bytes a token, no sequence split",
-        run_hopper, accepts_hopper,
+        run_hopper, accepts_hopper, seen=SEEN, by_name=dlpack.UNRECORDED,
     ),
 )  # fmt: skip
