@@ -34,10 +34,10 @@ def test_released_sizes():
     assert cache.window.shape == (40, 3, 134, 528)
     assert cache.draft.shape == (3, 3, 134, 528)
     assert [a.shape for a in cache.kv] == [(3, 3, 1 << 19, 288), (1, 3, 1 << 20, 288)]
-    assert [a.shape for a in cache.keys] == [(3, 3, 1 << 19, 68), (1, 3, 1 << 20, 68)]
+    assert [a.shape for a in cache.keys] == [(3, 3, 1 << 19, 17), (1, 3, 1 << 20, 17)]
     assert cache.pending.shape == (3, 3, 7, 2, 512)
     assert cache.history.shape == (3, 9)
-    entries = sum(a.size for a in (*cache.kv, *cache.keys))
+    entries = sum(a.size * a.dtype.itemsize for a in (*cache.kv, *cache.keys))
     assert entries == 3 * 933_232_640
 
 

@@ -185,10 +185,10 @@ def _slots_of_row(row: Any, shared: Any, reach: Reach) -> tuple[jax.Array, jax.A
     return jnp.where(mask[:, None], keys, 0), mask
 
 
-def _attend_row(row: Any, shared: Any, reach: Reach, numerics: Numerics) -> jax.Array:
+def attend_row(row: Any, shared: Any, reach: Reach, numerics: Numerics) -> jax.Array:
     """One query row: gather its slots and attend."""
     keys, mask = _slots_of_row(row, shared, reach)
-    return nx.attend(row[0], keys, mask, shared[-1], reach.scale, numerics)
+    return nx.attend(row[0], keys, mask, shared[-1], reach.scale, numerics, reach.window)
 
 
 @nx.by_name("reach")
@@ -207,15 +207,16 @@ def attend(
     if numerics.rows == "dense":
         return _attend_sequences(q, new, entries, selected, floor, sink, reach)
     slot = jnp.maximum(rows.slots, 0)
-    if numerics.rows == "ffi" and ring is not None and fetched is None:
+    data = [] if entries is None else [entries.data]
+    if ring is not None and fetched is None and nx.reads_cache(numerics, ring.data, *data):
         at = (spans.first, spans.start)
         where = None if entries is None else (entries.data, entries.source, entries.pages)
         return nx.attend_cache(
             q, new, (ring.data, ring.layer), where, at, (slot, rows.positions, floor), selected,
-            sink, reach.window, reach.scale,
+            sink, reach.window, reach.scale, numerics,
         )  # fmt: skip
     each = (q, slot, rows.positions, floor, selected, fetched)
-    f = functools.partial(_attend_row, reach=reach, numerics=numerics)
+    f = functools.partial(attend_row, reach=reach, numerics=numerics)
     return nx.map_rows(f, each, (new, ring, entries, spans, sink), numerics)
 
 

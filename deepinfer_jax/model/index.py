@@ -25,8 +25,6 @@ from deepinfer_jax.numerics import Numerics
 from deepinfer_jax.rows import Rows, Spans
 from deepinfer_jax.tables import Rotation
 
-_LAST = np.int32(2**31 - 1)
-
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -77,7 +75,7 @@ def scores(
     query: IndexQuery, entries: Entries, ids: jax.Array, rows: Rows, spans: Spans, field: Field,
     numerics: Numerics, visible: jax.Array | None = None,
 ) -> jax.Array:  # fmt: skip
-    """Index scores float32 [T, n] of entries `ids` ([n] for all rows, or [T, n]).
+    """Index scores float32 [T, n] of entries `ids` [T, n], or [n]: those from 0 to n - 1.
 
     visible [T]: entries that each row may see, from the first; default by its position.
 
@@ -95,13 +93,21 @@ def _scores(
     query: IndexQuery, entries: Entries, ids: jax.Array, visible: jax.Array, rows: Rows,
     spans: Spans, field: Field, numerics: Numerics,
 ) -> jax.Array:  # fmt: skip
-    t, n = rows.slots.shape[0], ids.shape[-1]
-    width = nx.index_width(t, numerics)
     slots = jnp.maximum(rows.slots, 0)
-    if numerics.rows == "ffi" and entries.pages is not None:
+    if entries.pages is not None and nx.reads_cache(numerics, entries.data):
         stored = (entries.data, entries.source, entries.pages)
         heads, gain = query.heads, query.weights
         return nx.index_cache(heads, gain, stored, slots, visible, ids, numerics)
+    return scores_in_blocks(query, entries, ids, visible, rows, spans, field, numerics)
+
+
+def scores_in_blocks(
+    query: IndexQuery, entries: Entries, ids: jax.Array, visible: jax.Array, rows: Rows,
+    spans: Spans, field: Field, numerics: Numerics,
+) -> jax.Array:  # fmt: skip
+    """`scores` through keys that stand decoded in memory, some at a time."""
+    t, n, slots = rows.slots.shape[0], ids.shape[-1], jnp.maximum(rows.slots, 0)
+    width = max(1, min(nx.index_width(t, numerics), n))
     ids = jnp.broadcast_to(ids, (t, n))
     blocks = -(-n // width)
     ids = jnp.pad(ids, ((0, 0), (0, blocks * width - n)), constant_values=-1)
@@ -139,25 +145,14 @@ def scores_of_sequences(
     return jnp.where(inside, picked, -jnp.inf)
 
 
-def _ascending(ids: jax.Array, keep: jax.Array) -> jax.Array:
-    """Kept ids ascending, then -1."""
-    ordered = jnp.sort(jnp.where(keep, ids, _LAST), axis=-1)
-    return jnp.where(ordered == _LAST, -1, ordered)
-
-
 @nx.by_name("k")
 def select(score: jax.Array, ids: jax.Array, k: int, numerics: Numerics) -> jax.Array:
-    """The k best entries of each row: score [T, n], ids [T, n] or [n] -> [T, k], -1 padded.
+    """The k best entries of each row: score [T, n], ids as in `scores` -> [T, k], -1 padded.
 
     `ids` ascend along n, so that the lower column of a tie is the lower position.
     """
     width = min(k, score.shape[1])
-    if width == score.shape[1]:  # nothing to choose
-        picked = _ascending(jnp.broadcast_to(ids, score.shape), score > -jnp.inf)
-        return jnp.pad(picked, ((0, 0), (0, k - width)), constant_values=-1)
-    best, column = nx.best(score, width, numerics)
-    chosen = ids[column] if ids.ndim == 1 else jnp.take_along_axis(ids, column, axis=1)
-    picked = _ascending(chosen, best > -jnp.inf)
+    picked = nx.chosen(score, None if ids.ndim == 1 else ids, width, numerics)
     return jnp.pad(picked, ((0, 0), (0, k - width)), constant_values=-1)
 
 
@@ -192,8 +187,7 @@ def best_blocks(
     number = jnp.arange(blocks, dtype=jnp.int32)
     forced = (number[None, :] == newest[:, None]) & (visible > 0)[:, None]
     best = jnp.where(forced, jnp.inf, best)
-    value, ids = nx.best(best, candidate_width(cfg, count), numerics)
-    return _ascending(ids, value > -jnp.inf)
+    return nx.chosen(best, None, candidate_width(cfg, count), numerics)
 
 
 def members(blocks: jax.Array, size: int) -> jax.Array:

@@ -20,7 +20,9 @@ works on whole sequences at once, with masks instead of gathers (training on acc
 """
 
 from deepinfer_jax.numerics.elements import (
+    ascending,
     best,
+    chosen,
     finite_max,
     float_weight,
     pin,
@@ -59,6 +61,7 @@ from deepinfer_jax.numerics.scores import (
     index_cache,
     index_scores,
     index_width,
+    reads_cache,
     store_in_place,
 )
 from deepinfer_jax.numerics.settings import Form, Numerics
@@ -80,6 +83,7 @@ __all__ = [
     "Form",
     "Groups",
     "Numerics",
+    "ascending",
     "at_layer",
     "attend",
     "attend_all",
@@ -88,6 +92,7 @@ __all__ = [
     "axis_sum",
     "best",
     "by_name",
+    "chosen",
     "collect",
     "dot",
     "einsum",
@@ -116,6 +121,7 @@ __all__ = [
     "prepared",
     "quotient",
     "readable",
+    "reads_cache",
     "rms_norm",
     "round_to",
     "row_sum",

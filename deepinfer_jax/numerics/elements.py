@@ -10,10 +10,12 @@ import numpy as np
 from jax import lax
 
 from deepinfer_jax import quant
+from deepinfer_jax.numerics.pallas import choosing
 from deepinfer_jax.numerics.settings import Numerics
 from kernels_bridge import ffi
 
 FLOAT_MAX = np.finfo(np.float32).max
+_LAST = np.int32(2**31 - 1)
 
 
 @jax.custom_jvp
@@ -65,6 +67,31 @@ def best(x: jax.Array, k: int, numerics: Numerics) -> tuple[jax.Array, jax.Array
         ids = ffi.best(lax.stop_gradient(x), k)
         return jnp.take_along_axis(x, ids, axis=1), ids
     return top_k(x, k)
+
+
+def chosen(score: jax.Array, ids: jax.Array | None, k: int, numerics: Numerics) -> jax.Array:
+    """Which k columns of score [T, n] are the best: int32 [T, k], in the order of columns.
+
+    score: float32, with bfloat16 values unless the numerics are float32. The total order is that of
+    `top_k`; of those k, columns at -inf or no number are left out, and -1 fills up behind. ids
+    [T, n]: what to give instead of columns, ascending where a score is above -inf.
+    """
+    if numerics.rows == "pallas":
+        narrow = numerics.dtype != "float32"
+        return choosing.chosen(lax.stop_gradient(score), ids, k, narrow, numerics.interpret)
+    n = score.shape[1]
+    if k < n:
+        score, column = best(score, k, numerics)
+        ids = column if ids is None else jnp.take_along_axis(ids, column, axis=1)
+    elif ids is None:
+        ids = jnp.broadcast_to(jnp.arange(n, dtype=jnp.int32), score.shape)
+    return ascending(ids, score > -jnp.inf)
+
+
+def ascending(ids: jax.Array, keep: jax.Array) -> jax.Array:
+    """Kept ids [T, n] ascending along n, then -1."""
+    ordered = jnp.sort(jnp.where(keep, ids, _LAST), axis=-1)
+    return jnp.where(ordered == _LAST, -1, ordered)
 
 
 def top_k(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:

@@ -84,17 +84,18 @@ OPS: tuple[Op, ...] = (
         "Pallas-Triton kernel over tiles of one expert, weights decoded tile by tile"),
     _op("attention", "one query row over its slots, with a sink",
         "XLA, row after row", "C++ handlers `attend` and `attend_cache`",
-        "Pallas-Triton kernels of scores and of values"),
+        "Pallas-Triton kernel, over a cache as it is stored too"),
     _op("image_attention", "every row of an image over all of its rows",
         "XLA, tiles of rows and blocks of keys", "XLA, tiles of rows and blocks of keys",
         "Pallas-Triton kernel", handler=False),
     _op("index_scores", "scores of the indexer", "XLA, row after row",
-        "C++ handlers `index_scores` and `index_cache`", "Pallas-Triton kernel"),
+        "C++ handlers `index_scores` and `index_cache`",
+        "Pallas-Triton kernel, over a cache as it is stored too"),
     _op("mixes", "the mixes of hyper-connections, normalised in turns",
         "XLA, short sums in index order", "C++ handler `mix`, sixteen rows at once",
         "Pallas-Triton kernel, all turns in one"),
     _op("selection", "the best columns of many",
-        "XLA's top_k", "C++ handler `best`", "XLA's top_k"),
+        "XLA's top_k", "C++ handler `best`", "Pallas-Triton kernel that counts digits"),
 )  # fmt: skip
 
 

@@ -11,6 +11,7 @@ import numpy as np
 from jax import lax
 
 from deepinfer_jax.numerics.elements import finite_max, pin, round_to
+from deepinfer_jax.numerics.pallas import attending, indexing, stored
 from deepinfer_jax.numerics.pallas import scores as kernels
 from deepinfer_jax.numerics.products import contract, precision
 from deepinfer_jax.numerics.settings import Numerics
@@ -22,16 +23,19 @@ _KEYS_AT_ONCE, _MOST_KEYS = 1 << 19, 1 << 16
 
 def attend(
     q: jax.Array, keys: jax.Array, mask: jax.Array, sink: jax.Array, scale: float,
-    numerics: Numerics,
+    numerics: Numerics, window: int = 0,
 ) -> jax.Array:  # fmt: skip
     """Attention of one query row over its slots, with a sink (docs/model.md 7.5).
 
+    window: how many slots come before those of entries: a kernel of a GPU walks them apart.
+
     q [H, K], keys [S, K] (keys and values are one vector), mask [S], sink [H] -> float32 [H, K].
-    The slots are fixed in number and order; masked ones contribute exact zeros. The global maximum
-    comes first, so the rounding of probabilities does not depend on blocking. No valid slot: zeros.
+    The slots are fixed in number and order; masked ones contribute exact zeros. Probabilities are
+    rounded below the largest of all scores, on a GPU below the largest of a tile of a fixed size, so
+    that no rounding depends on how many slots there are at once. No valid slot: zeros.
     """
     if numerics.rows in ("pallas", "ffi"):
-        return cast(jax.Array, _attend_in_kernel(q, keys, mask, sink, scale, numerics))
+        return cast(jax.Array, _attend_in_kernel(q, keys, mask, sink, scale, numerics, window))
     return _attend(q, keys, mask, sink, scale, numerics)
 
 
@@ -67,18 +71,18 @@ def attention_probabilities(
     return jnp.concatenate([p / z[:, None], (own / z)[:, None]], axis=1)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
-def _attend_in_kernel(q, keys, mask, sink, scale, numerics):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
+def _attend_in_kernel(q, keys, mask, sink, scale, numerics, window):
     if numerics.rows == "ffi":
         return ffi.attend(q, keys, mask, sink, scale)
-    return kernels.attend(q, keys, mask, sink, scale, numerics.interpret)
+    return attending.attend(q, keys, mask, sink, scale, window, numerics.interpret)
 
 
-def _attend_forward(q, keys, mask, sink, scale, numerics):
-    return _attend_in_kernel(q, keys, mask, sink, scale, numerics), (q, keys, mask, sink)
+def _attend_forward(q, keys, mask, sink, scale, numerics, window):
+    return _attend_in_kernel(q, keys, mask, sink, scale, numerics, window), (q, keys, mask, sink)
 
 
-def _attend_backward(scale, numerics, saved, g):
+def _attend_backward(scale, numerics, window, saved, g):
     q, keys, mask, sink = saved
 
     def ordinary(q, keys, sink):
@@ -94,25 +98,40 @@ _attend_in_kernel.defvjp(_attend_forward, _attend_backward)
 
 def attend_cache(
     q: jax.Array, fresh: jax.Array, ring: Any, entries: Any, spans: Any, rows: Any,
-    selected: jax.Array, sink: jax.Array, window: int, scale: float,
+    selected: jax.Array, sink: jax.Array, window: int, scale: float, numerics: Numerics,
 ) -> jax.Array:  # fmt: skip
-    """`attend` of all rows at once over what the cache holds: `rows="ffi"`, no gradient.
+    """`attend` of all rows at once over a cache, where `reads_cache`; no gradient.
 
     Arguments as in `kernels_bridge.ffi.attend_cache`; the bits are those of `attend` row by row.
     """
-    return ffi.attend_cache(q, fresh, ring, entries, spans, rows, selected, sink, window, scale)
+    given = q, fresh, ring, entries, spans, rows, selected, sink, window, scale
+    if numerics.rows == "ffi":
+        return ffi.attend_cache(*given)
+    return attending.attend_cache(*given, numerics.interpret)
 
 
 def index_cache(
     q: jax.Array, head_weight: jax.Array, entries: Any, slot: jax.Array, visible: jax.Array,
     ids: jax.Array, numerics: Numerics,
 ) -> jax.Array:  # fmt: skip
-    """`index_scores` of all rows at once over what the cache holds: `rows="ffi"`, no gradient.
+    """`index_scores` of all rows at once over a cache, where `reads_cache`; no gradient.
 
-    Arguments as in `kernels_bridge.ffi.index_cache`; the bits are those of `index_scores`.
+    Arguments as in `kernels_bridge.ffi.index_cache`, ids [N] those from 0 to N - 1; the bits are
+    those of `index_scores`.
     """
-    weight = head_weight.astype(jnp.float32)
-    return ffi.index_cache(q, weight, entries, slot, visible, ids, _rounding(numerics))
+    weight, rounding = head_weight.astype(jnp.float32), _rounding(numerics)
+    if numerics.rows == "ffi":
+        return ffi.index_cache(q, weight, entries, slot, visible, ids, rounding)
+    return indexing.index_cache(
+        q, weight, entries, slot, visible, ids, rounding, numerics.interpret
+    )
+
+
+def reads_cache(numerics: Numerics, *data: jax.Array) -> bool:
+    """Whether `index_cache` or `attend_cache` can be had for vectors that lie in `data`."""
+    if numerics.rows == "pallas":
+        return not any(stored.out_of_reach(each.shape, each.dtype) for each in data)
+    return numerics.rows == "ffi"
 
 
 def store_in_place(

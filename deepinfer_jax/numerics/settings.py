@@ -11,9 +11,9 @@ Form = Literal["tiled", "ffi", "pallas", "batched", "dense"]
 
 # Part of every fingerprint. Raise it when a constant in code that fixes bits changes: the lanes of
 # `sums.row_sum`, the limbs of `sums.unit_sum`, the parts of K of `pallas.schedule`, the blocks of
-# keys of `full` and `pallas.full`, the order of sums in `kernels_bridge/csrc`, where roundings and
-# pins stand, quotients and exponentials of `pallas.mixing`. What a user may choose is a field of
-# `Numerics` instead.
+# keys of `full` and `pallas.full`, tiles of `pallas.attending` and `pallas.scores`, the order of
+# sums in `kernels_bridge/csrc`, where roundings and pins stand, quotients and exponentials of
+# `pallas.mixing`. What a user may choose is a field of `Numerics` instead.
 FORM = 3
 
 

@@ -14,7 +14,6 @@ from typing import Any
 import jax
 
 from deepinfer_jax import axes, cache, info, params, quant, tables
-from deepinfer_jax import numerics as nx
 from deepinfer_jax.axes import EXPERT
 from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.model import dealt
@@ -126,12 +125,12 @@ def activations(cfg: ModelConfig, layout: Layout, call: Call, work: Workload) ->
     entries = max((-(-call.context // m) for m in cfg.ratios), default=0)
     low = cfg.o_groups * cfg.o_lora_rank
     gathered = min(t, ROWS_AT_ONCE) * (cfg.sliding_window + cfg.index_topk) * cfg.head_dim * 2
-    looked = t * nx.index_width(t, STORED) * cfg.index_head_dim * 2  # one block, full or not
     fetched = (Part("shared KV on its way", _fetched(cfg, layout, t)),) if layout.ranks > 1 else ()
     return (
         Part("kept throughout", kept + _decoded(cfg, layout, t)),
         Part("attention", t * (heads * (2 + 4 + 2) + low * 2 + 3 * d * 2) + gathered),
-        Part("index scores", t * entries * (4 + 4) + looked if cfg.index_source_layer_ids else 0),
+        # Beside the scores the best of blocks, and of parts of a row: less than a byte an entry.
+        Part("index scores", t * entries * (4 + 1) if cfg.index_source_layer_ids else 0),
         Part("routed experts", _experts(cfg, layout, t, work)),
         Part("logits", 3 * 4 * cfg.vocab_size * max(call.sampled, call.drafted)),
         Part("drafter's experts, copied", _copied(cfg, layout) if call.drafted else 0),

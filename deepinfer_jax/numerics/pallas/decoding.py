@@ -61,6 +61,7 @@ def _side_by_side(low: jax.Array, high: jax.Array) -> jax.Array:
 # two exact products, by that power and by the scale, make it what it should be.
 
 _TWO_PRODUCTS = "{.reg .b32 t, p; mov.b32 p, %s; mul.rn.bf16x2 t, $1, p; mul.rn.bf16x2 $0, t, $2;}"
+_REST, _SIGN = np.int32(0x01C001C0), np.int32(-0x7FFF8000)  # exponent and mantissa; sign
 _E2M1 = _TWO_PRODUCTS % "0x7E807E80"  # 2^126 twice
 _E4M3_PAIR = """
 prmt.b32 a, $2, 0, %s;
@@ -93,12 +94,55 @@ def assembled(codes: jax.Array, factor: jax.Array, kind: str) -> jax.Array:
     byte = codes.astype(jnp.int32)
     twice = lax.bitcast_convert_type(factor, jnp.uint16).astype(jnp.int32) * 0x10001
     # Bits 0-2 and 4-6 to 6-8 and 22-24, bits 3 and 7 to 15 and 31.
-    rest, sign = (byte * 0x40040) & 0x01C001C0, (byte * 0x1001000) & np.int32(-0x7FFF8000)
-    (pair,) = triton.elementwise_inline_asm(
-        _E2M1, args=[rest | sign, twice],
+    rest, sign = (byte * 0x40040) & _REST, (byte * 0x1001000) & _SIGN
+    return _halves(_scaled(rest | sign, twice))
+
+
+def _scaled(pair: jax.Array, twice: jax.Array) -> jax.Array:
+    """Two codes in their places, times 2^126 and the factor that stands twice in `twice`."""
+    (value,) = triton.elementwise_inline_asm(
+        _E2M1, args=[pair, twice],
         constraints="=r,r,r", pack=1,
-        result_shape_dtypes=[jax.ShapeDtypeStruct(codes.shape, jnp.int32)],
+        result_shape_dtypes=[jax.ShapeDtypeStruct(pair.shape, jnp.int32)],
     )  # fmt: skip
+    return value
+
+
+def _halves(pair: jax.Array) -> jax.Array:
+    """int32 [..., n] -> the bfloat16 numbers in them [..., 2 n], low halves first."""
     halves = [pair.astype(jnp.int16), (pair >> 16).astype(jnp.int16)]
-    low, high = (lax.bitcast_convert_type(half, jnp.bfloat16) for half in halves)
-    return _side_by_side(low, high)
+    return _side_by_side(*(lax.bitcast_convert_type(half, jnp.bfloat16) for half in halves))
+
+
+WORD_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # of the values of a word, as `words` gives them
+
+
+def words(word: jax.Array, factor: jax.Array, assembly: bool) -> jax.Array:
+    """int32 words [..., n] of eight FP4 codes, each with its `factor` -> [..., 8 n] in WORD_ORDER.
+
+    assembly: in instructions of the chip, for a bfloat16 factor; else float32. Codes four apart are
+    sixteen bits apart: they go to the halves of a register by one shift.
+    """
+
+    def shifted(by):
+        return word << by if by >= 0 else word >> -by  # what a shift brings in is masked
+
+    if not assembly:
+        nibbles = [((word >> 4 * i) & 15).astype(jnp.uint8) for i in WORD_ORDER]
+        value = [
+            lax.bitcast_convert_type(_e2m1(each), jnp.float8_e4m3fn).astype(jnp.float32)
+            for each in nibbles
+        ]
+        return _ordered([each * (factor * _E2M1_SCALE) for each in value])
+    twice = lax.bitcast_convert_type(factor, jnp.uint16).astype(jnp.int32) * 0x10001
+    places = [(shifted(6 - 4 * i) & _REST) | (shifted(12 - 4 * i) & _SIGN) for i in range(4)]
+    return _halves(_ordered([_scaled(each, twice) for each in places]))
+
+
+def _ordered(terms: list[jax.Array]) -> jax.Array:
+    """Arrays [..., n], a power of two of them -> [..., n * terms], theirs side by side."""
+    shape = (*terms[0].shape[:-1], -1)
+    while len(terms) > 1:
+        half = len(terms) // 2
+        terms = [jnp.stack([terms[i], terms[i + half]], axis=-1) for i in range(half)]
+    return terms[0].reshape(shape)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -32,103 +33,41 @@ def dot(a, b, trans_b=False):
     return triton.dot(a, b, trans_b=trans_b, precision=precision)
 
 
-def _scores(q_ref, keys_ref, out_ref, *, scale, heads, slots, width):
-    """q . k * scale of some heads and slots."""
-    head, slot = pl.program_id(0) * heads, pl.program_id(1) * slots
-    q = _block(q_ref, head, heads, width)
-    s = dot(q, _block(keys_ref, slot, slots, width), trans_b=True) * np.float32(scale)
-    row, column = head + lax.iota(jnp.int32, heads), slot + lax.iota(jnp.int32, slots)
-    inside = (row < out_ref.shape[0])[:, None] & (column < out_ref.shape[1])[None, :]
-    triton.store(out_ref.at[pl.ds(head, heads), pl.ds(slot, slots)], s, mask=inside)
+def tile_keys(dtype: Any) -> int:
+    """Index keys of a tile, whose shape fixes the order of the sum over heads."""
+    return 64 if dtype == jnp.bfloat16 else 16
 
 
-def _values(s_ref, keys_ref, mask_ref, sink_ref, out_ref, *, heads, slots, columns):
-    """The softmax of some heads' scores times some columns of the values."""
-    first, column = pl.program_id(0) * heads, pl.program_id(1) * columns
-    count, size = keys_ref.shape
-    row, number = first + lax.iota(jnp.int32, heads), lax.iota(jnp.int32, slots)
-    real = row < out_ref.shape[0]
-
-    def scored(b):
-        at = b * slots
-        seen = triton.load(mask_ref.at[pl.ds(at, slots)], mask=at + number < count, other=0) != 0
-        inside = real[:, None] & seen[None, :]
-        where = s_ref.at[pl.ds(first, heads), pl.ds(at, slots)]
-        return triton.load(where, mask=inside, other=-jnp.inf), inside
-
-    blocks = pl.cdiv(count, slots)
-    top = lax.fori_loop(
-        0, blocks, lambda b, top: jnp.maximum(top, jnp.max(scored(b)[0], axis=1)),
-        jnp.full((heads,), -jnp.inf, jnp.float32),
+def load_heads(q_ref: Any, weight_ref: Any, row: Any) -> tuple[jax.Array, jax.Array]:
+    """q [heads, width] and weight [heads] of one row of [T, H, K] and [T, H], filled with zeros."""
+    h, k = q_ref.shape[1:]
+    head, column = lax.iota(jnp.int32, power(h)), lax.iota(jnp.int32, power(k))
+    mask = (head < h)[:, None] & (column < k)[None, :]
+    q = triton.load(
+        q_ref.at[row, pl.ds(0, power(h)), pl.ds(0, power(k))], mask=mask,
+        other=jnp.zeros((), q_ref.dtype),
     )  # fmt: skip
-    top = jnp.where(top == -jnp.inf, np.float32(0), top)
-    inner = (column + lax.iota(jnp.int32, columns) < size)[None, :]
-
-    def add(b, carry):
-        z, value = carry
-        s, inside = scored(b)
-        p = jnp.where(inside, jnp.exp(s - top[:, None]), 0)
-        keys = triton.load(
-            keys_ref.at[pl.ds(b * slots, slots), pl.ds(column, columns)],
-            mask=(b * slots + number < count)[:, None] & inner,
-            other=jnp.zeros((), keys_ref.dtype),
-        )
-        return z + jnp.sum(p, axis=1), value + dot(p.astype(keys.dtype), keys)
-
-    zero = jnp.zeros((heads,), jnp.float32), jnp.zeros((heads, columns), jnp.float32)
-    z, value = lax.fori_loop(0, blocks, add, zero)
-    sink = triton.load(sink_ref.at[pl.ds(first, heads)], mask=real, other=np.float32(0))
-    z = z + jnp.exp(sink - top)
-    where = out_ref.at[pl.ds(first, heads), pl.ds(column, columns)]
-    triton.store(where, value / z[:, None], mask=real[:, None] & inner)
+    weight = weight_ref.at[row, pl.ds(0, power(h))]
+    return q, triton.load(weight, mask=head < h, other=np.float32(0))
 
 
-def attend(
-    q: jax.Array, keys: jax.Array, mask: jax.Array, sink: jax.Array, scale: float, interpret: bool
-) -> jax.Array:
-    """Attention of one query row: q [H, K], keys [S, K], mask [S] bool, sink [H] -> float32 [H, K].
-
-    The global maximum over the slots first, then blocks of slots in order, then the sink.
-    """
-    (h, k), count = q.shape, keys.shape[0]
-    wide = q.dtype == jnp.bfloat16
-    heads, slots = (64, 64) if wide else (16, 16)
-    heads = min(heads, power(h))
-    s = pl.pallas_call(
-        functools.partial(_scores, scale=scale, heads=heads, slots=slots, width=power(k)),
-        grid=(pl.cdiv(h, heads), pl.cdiv(count, slots)),
-        out_shape=jax.ShapeDtypeStruct((h, count), jnp.float32),
-        compiler_params=triton.CompilerParams(num_warps=4, num_stages=1),
-        interpret=interpret,
-        name="attention_scores",
-    )(q, keys)
-    heads, columns = min(64 if wide else 16, power(h)), min(128 if wide else 16, power(k))
-    return pl.pallas_call(
-        functools.partial(_values, heads=heads, slots=slots, columns=columns),
-        grid=(pl.cdiv(h, heads), pl.cdiv(k, columns)),
-        out_shape=jax.ShapeDtypeStruct(q.shape, jnp.float32),
-        compiler_params=triton.CompilerParams(num_warps=4, num_stages=2),
-        interpret=interpret,
-        name="attention_values",
-    )(s, keys, mask.astype(jnp.int32), sink)
-
-
-def _index(q_ref, weight_ref, keys_ref, out_ref, *, heads, keys, width, rounding):
-    first = pl.program_id(0) * keys
-    head = lax.iota(jnp.int32, heads)
-    q = _block(q_ref, 0, heads, width)
-    weight = triton.load(
-        weight_ref.at[pl.ds(0, heads)], mask=head < q_ref.shape[0], other=np.float32(0)
-    )
-    s = dot(q, _block(keys_ref, first, keys, width), trans_b=True)
+def head_sums(q: jax.Array, keys: jax.Array, weight: jax.Array, rounding: str) -> jax.Array:
+    """Sum over heads of relu(q . k) * weight: q [H, K], keys [N, K], weight [H] -> float32 [N]."""
+    s = dot(keys, q, trans_b=True)  # keys are the operand that stays in registers
     if rounding == "reference":
         s = s.astype(jnp.bfloat16).astype(jnp.float32)
-    term = jnp.maximum(s, 0) * weight[:, None]
+    term = jnp.maximum(s, 0) * weight[None, :]
     if rounding == "reference":
         term = term.astype(jnp.bfloat16).astype(jnp.float32)
-    total = jnp.sum(term, axis=0)
-    if rounding != "none":
-        total = total.astype(jnp.bfloat16).astype(jnp.float32)
+    total = jnp.sum(term, axis=1)
+    return total if rounding == "none" else total.astype(jnp.bfloat16).astype(jnp.float32)
+
+
+def _index(q_ref, weight_ref, keys_ref, out_ref, *, rounding):
+    keys, width = tile_keys(q_ref.dtype), power(q_ref.shape[2])
+    first = pl.program_id(0) * keys
+    q, weight = load_heads(q_ref, weight_ref, jnp.int32(0))
+    total = head_sums(q, _block(keys_ref, first, keys, width), weight, rounding)
     inside = first + lax.iota(jnp.int32, keys) < keys_ref.shape[0]
     triton.store(out_ref.at[pl.ds(first, keys)], total, mask=inside)
 
@@ -140,15 +79,11 @@ def index_scores(
 
     rounding: "none", "once" or "reference" (`Numerics.index_rounding`).
     """
-    block = 64 if q.dtype == jnp.bfloat16 else 16
-    kernel = functools.partial(
-        _index, heads=power(q.shape[0]), keys=block, width=power(q.shape[1]), rounding=rounding
-    )
     return pl.pallas_call(
-        kernel,
-        grid=(pl.cdiv(keys.shape[0], block),),
+        functools.partial(_index, rounding=rounding),
+        grid=(pl.cdiv(keys.shape[0], tile_keys(q.dtype)),),
         out_shape=jax.ShapeDtypeStruct((keys.shape[0],), jnp.float32),
         compiler_params=triton.CompilerParams(num_warps=4, num_stages=2),
         interpret=interpret,
         name="index_scores",
-    )(q, weight.astype(jnp.float32), keys)
+    )(q[None], weight.astype(jnp.float32)[None], keys)
