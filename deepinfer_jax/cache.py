@@ -141,7 +141,7 @@ def index_codec(cfg: ModelConfig, numerics: Numerics) -> Codec:
     width = cfg.index_head_dim
     size = quant.index_bytes(width)
     codec = _codec(width, numerics, size, quant.pack_index, quant.unpack_index, quant.qdq_index)
-    if codec.form == "packed" and numerics.rows == "pallas" and width % (4 * quant.GROUP) == 0:
+    if codec.form == "packed" and numerics.uses_pallas and width % (4 * quant.GROUP) == 0:
         return dataclasses.replace(codec, form="words")
     return codec
 

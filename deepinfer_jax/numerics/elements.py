@@ -76,7 +76,7 @@ def chosen(score: jax.Array, ids: jax.Array | None, k: int, numerics: Numerics) 
     `top_k`; of those k, columns at -inf or no number are left out, and -1 fills up behind. ids
     [T, n]: what to give instead of columns, ascending where a score is above -inf.
     """
-    if numerics.rows == "pallas":
+    if numerics.uses_pallas:
         narrow = numerics.dtype != "float32"
         return choosing.chosen(lax.stop_gradient(score), ids, k, narrow, numerics.interpret)
     n = score.shape[1]

@@ -31,7 +31,7 @@ def attend(
 
     q [H, K], keys [S, K] (keys and values are one vector), mask [S], sink [H] -> float32 [H, K].
     The slots are fixed in number and order; masked ones contribute exact zeros. Probabilities are
-    rounded below the largest of all scores, on a GPU below the largest of a tile of a fixed size, so
+    rounded below the largest of all scores, on a GPU below that of a tile of a fixed size, so
     that no rounding depends on how many slots there are at once. No valid slot: zeros.
     """
     if numerics.rows in ("pallas", "ffi"):
@@ -129,7 +129,7 @@ def index_cache(
 
 def reads_cache(numerics: Numerics, *data: jax.Array) -> bool:
     """Whether `index_cache` or `attend_cache` can be had for vectors that lie in `data`."""
-    if numerics.rows == "pallas":
+    if numerics.uses_pallas:
         return not any(stored.out_of_reach(each.shape, each.dtype) for each in data)
     return numerics.rows == "ffi"
 

@@ -79,6 +79,11 @@ class Numerics:
         if self.rows == "dense" and self.index_rounding == "reference":
             raise ValueError('index_rounding="reference" is not made for rows="dense"')
 
+    @property
+    def uses_pallas(self) -> bool:
+        """Whether the kernels of a GPU run: those of `numerics.pallas`."""
+        return self.rows == "pallas"
+
     @classmethod
     def native(cls, quantized: bool = True, rows: Form = "tiled") -> Numerics:
         """What the model was trained with; `quantized` is `ModelConfig.quantized`.
