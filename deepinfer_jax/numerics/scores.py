@@ -30,7 +30,7 @@ def attend(
     The slots are fixed in number and order; masked ones contribute exact zeros. The global maximum
     comes first, so the rounding of probabilities does not depend on blocking. No valid slot: zeros.
     """
-    if numerics.rows in ("pallas", "ffi"):
+    if numerics.uses_pallas or numerics.rows == "ffi":
         return cast(jax.Array, _attend_in_kernel(q, keys, mask, sink, scale, numerics))
     return _attend(q, keys, mask, sink, scale, numerics)
 
@@ -135,7 +135,7 @@ def index_width(count: int, numerics: Numerics) -> int:
     Between blocks a GPU waits for the host, which asks whether there is more to do: there blocks
     are as long as their decoded keys take 128 MB, at most 65,536.
     """
-    if numerics.rows != "pallas":
+    if not numerics.uses_pallas:
         return numerics.index_block
     return max(numerics.index_block, min(_MOST_KEYS, _KEYS_AT_ONCE // count))
 
@@ -149,7 +149,7 @@ def index_scores(
     numerics are float32.
     """
     weight = head_weight.astype(jnp.float32)
-    if numerics.rows in ("pallas", "ffi"):
+    if numerics.uses_pallas or numerics.rows == "ffi":
         return cast(jax.Array, _scores_in_kernel(q, weight, keys, numerics))
     return _index_scores(q, weight, keys, numerics)
 
