@@ -4,8 +4,8 @@ A slice of the released model (`released.py`) decodes with a cache that holds 4k
 tokens a slot. Its floor is the bytes that a step must read over the bandwidth of a copy measured in
 the same run. Times are wall times of many steps in one call. A profile of the same steps tells the
 share of the time in which no kernel ran, one of the program compiled without CUDA graphs the time
-of every role and layer, by the scopes in the code. Forms: our kernels ("pallas"), plain XLA
-("batched").
+of every role and layer, by the scopes in the code. Forms: our kernels ("pallas", "cuda"),
+plain XLA ("batched").
 
     python bench/gpu_decode.py --machine h200
     python bench/gpu_decode.py --machine h200 --batches 1 --contexts 4096 --kernels 40
@@ -259,7 +259,9 @@ def main() -> None:
     parser.add_argument("--machine", default="local", help="short name for the result file")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 64, 256])
     parser.add_argument("--contexts", type=int, nargs="+", default=[4096, 65536, 262144])
-    parser.add_argument("--forms", nargs="+", default=["pallas"], choices=["pallas", "batched"])
+    parser.add_argument(
+        "--forms", nargs="+", default=["pallas"], choices=["pallas", "cuda", "batched"]
+    )
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--repeats", type=int, default=4)
     parser.add_argument("--kernels", type=int, default=0, help="print the longest so many")
@@ -291,7 +293,7 @@ def main() -> None:
     print(f"compiled in {compile_s:.0f} s", flush=True)
     settings = {
         "layers": cfg.num_hidden_layers, "weight_bytes": released.nbytes(made[0]),
-        "numerics": Numerics.native(rows="pallas").fingerprint(),
+        "numerics": {form: Numerics.native(rows=form).fingerprint() for form in given.forms},
         **{name: getattr(given, name) for name in ("steps", "repeats")},
     }  # fmt: skip
     answers = {"compile_s": compile_s, "bandwidth_bytes_per_s": speed, "results": []}

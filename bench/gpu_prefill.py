@@ -35,7 +35,7 @@ from deepinfer_jax.numerics import Numerics
 from deepinfer_jax.numerics.pallas import stored
 from deepinfer_jax.rows import text_rows
 
-PRODUCTS = ("product", "grouped_product", "gemm", "cutlass", "nvjet")
+PRODUCTS = ("product", "grouped_product", "few_rows", "many_rows", "gemm", "cutlass", "nvjet")
 
 
 def peak(size: int, repeats: int = 10) -> float:
@@ -118,7 +118,9 @@ def main() -> None:
     parser.add_argument("--machine", default="local", help="short name for the result file")
     parser.add_argument("--tokens", type=int, default=4096, help="of the chunk")
     parser.add_argument("--held", type=int, default=4096, help="tokens that the cache holds before")
-    parser.add_argument("--forms", nargs="+", default=["pallas"], choices=["pallas", "batched"])
+    parser.add_argument(
+        "--forms", nargs="+", default=["pallas"], choices=["pallas", "cuda", "batched"]
+    )
     parser.add_argument("--repeats", type=int, default=4)
     parser.add_argument("--kernels", type=int, default=0, help="print the longest so many")
     parser.add_argument("--small", action="store_true", help="tiny widths, to try the script")
@@ -142,7 +144,7 @@ def main() -> None:
             print(f"    {name:10} {us:10.1f} us")
     settings = {
         "layers": cfg.num_hidden_layers, "weight_bytes": released.nbytes(made[0]),
-        "numerics": Numerics.native(rows="pallas").fingerprint(),
+        "numerics": {form: Numerics.native(rows=form).fingerprint() for form in given.forms},
         **{name: getattr(given, name) for name in ("tokens", "held", "repeats")},
     }  # fmt: skip
     answers = {"peak_operations_per_s": most, "results": found}

@@ -23,7 +23,7 @@ from deepinfer_jax.planning.calibration import TEMPERATURES_FILE, load_temperatu
 from deepinfer_jax.tables import Tables, make_tables
 from deepinfer_jax.text import Tokenizer
 from deepinfer_jax.text.engram_map import MAP_FILE, TOKENIZER_FILE
-from kernels_bridge import ffi
+from kernels_bridge import cuda, ffi
 from kernels_bridge.machine import probe
 
 # Longest sequence that a model is prepared for unless the caller asks for more. Rotation tables
@@ -102,7 +102,7 @@ def load(
       FileNotFoundError: no such model or folder, or a file of it is missing.
       ValueError: a file is damaged or does not fit the others, `max_length` is out of range, or
         the numerics cannot run here, or not keep their promise under the settings of JAX and XLA.
-      kernels_bridge.ffi.NoKernelsError: `rows="ffi"`, and the kernels cannot be built here.
+      kernels_bridge.ffi.NoKernelsError: the kernels of "ffi" or "cuda" cannot be built here.
     """
     _check_ways(numerics, weights, engram, onto)
     folder = find_folder(model)
@@ -150,6 +150,8 @@ def _chosen(numerics: Numerics | None, rows: Form | None, cfg: ModelConfig) -> N
     startup.check(numerics, surroundings())
     if numerics.rows == "ffi":
         ffi.load()
+    if numerics.rows == "cuda":
+        cuda.load()
     return numerics
 
 

@@ -1,4 +1,4 @@
-"""Builds our C++ kernels with the system's compiler, once for each machine and jaxlib.
+"""Builds our C++ and CUDA kernels with the system's compiler, once for each machine and jaxlib.
 
 A handler must be built against the headers of the jaxlib that loads it, and for the processor that
 runs it. The library is kept by a hash of what it is made of and for, so that a new jaxlib,
@@ -8,6 +8,7 @@ processor or source makes a new one and two processes never overwrite each other
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import os
 import platform
@@ -22,11 +23,48 @@ SOURCE = Path(__file__).with_name("csrc") / "rows.cc"
 COMPILERS = ("c++", "g++", "clang++")
 # No contraction: where a product may join an addition is written in the source.
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-shared", "-fPIC", "-ffp-contract=off")
+CUDA_SOURCE = SOURCE.parent / "cuda" / "stored.cu"
+CUDA_ARCHITECTURE = 9  # major compute capability that the CUDA kernels are written for
+CUDA_FLAGS = (
+    "-O3", "-std=c++17", "-shared", "-Xcompiler", "-fPIC",
+    "-gencode=arch=compute_90a,code=sm_90a",
+)  # fmt: skip
 
+
+@dataclasses.dataclass(frozen=True)
+class Toolchain:
+    """What compiles a source.
+
+    what       is built, for messages
+    compilers  names to look for on the path, the first that is there is taken
+    flags      of every call
+    needed     what a compiler is called, and how to get one
+    releases   which will do, for messages
+    native     whether the library is for the processor of this machine
+    """
+
+    what: str
+    compilers: tuple[str, ...]
+    flags: tuple[str, ...]
+    needed: tuple[str, str]
+    releases: str
+    native: bool
+
+
+HOST = Toolchain(
+    "the CPU kernels", COMPILERS, FLAGS, ("a C++ compiler", "install one (Debian: g++)"),
+    "GCC 10, clang 12 or later", native=True,
+)  # fmt: skip
+CUDA = Toolchain(
+    "the CUDA kernels", ("nvcc",), CUDA_FLAGS,
+    ("NVIDIA's compiler", "install the CUDA toolkit (12.8 or later) and put its nvcc on the path"),
+    "nvcc 12.8 or later and a C++ compiler", native=False,
+)  # fmt: skip
 
 _WORK = "building-"  # how folders begin in which a compiler is at work
 _ABANDONED_S = 3600
 ANOTHER = 'use the form of XLA, rows="tiled" (--rows tiled)'
+CUDA_ANOTHER = 'use the Pallas kernels, rows="pallas" (--rows pallas)'
 _FOLDER = "set XDG_CACHE_HOME to a folder that can be written"
 
 
@@ -34,15 +72,16 @@ class NoKernelsError(OSError):
     """The kernels cannot be built or loaded here; the message says why and what mends it."""
 
 
-def find_compiler(another: str = ANOTHER) -> str:
-    """The first C++ compiler on the path; NoKernelsError where there is none, with the mend."""
-    for name in COMPILERS:
+def find_compiler(another: str = ANOTHER, toolchain: Toolchain = HOST) -> str:
+    """The first compiler on the path; NoKernelsError where there is none, with the mend."""
+    for name in toolchain.compilers:
         found = shutil.which(name)
         if found:
             return found
+    kind, mend = toolchain.needed
     raise NoKernelsError(
-        f"the CPU kernels need a C++ compiler to be built with, and none of {', '.join(COMPILERS)} "
-        f"is on the path: install one (Debian: g++), or {another}"
+        f"{toolchain.what} need {kind} to be built with, and none of "
+        f"{', '.join(toolchain.compilers)} is on the path: {mend}, or {another}"
     )
 
 
@@ -52,26 +91,25 @@ def cache_folder() -> Path:
     try:
         return Path(base or Path.home() / ".cache") / "deepinfer-jax" / "kernels"
     except RuntimeError as error:
-        raise NoKernelsError(
-            f"there is no folder for the CPU kernels ({error}); {_FOLDER}"
-        ) from None
+        raise NoKernelsError(f"there is no folder for the kernels ({error}); {_FOLDER}") from None
 
 
-def possible(include: str) -> bool:
-    """Whether `build` can make the kernels for rows here, or has made them; makes nothing."""
+def possible(include: str, source: Path | None = None, toolchain: Toolchain = HOST) -> bool:
+    """Whether `build` can make the library here, or has made it; makes nothing."""
     try:
-        return bool(find_compiler())
+        return bool(find_compiler(toolchain=toolchain))
     except NoKernelsError:
         pass
+    source = SOURCE if source is None else source
     try:
-        return _place(include, cache_folder(), SOURCE).exists()
+        return _place(include, cache_folder(), source, toolchain).exists()
     except OSError:  # a folder that cannot be read or is nowhere
         return False
 
 
 def build(
     include: str | None, folder: Path | None = None, source: Path | None = None,
-    another: str = ANOTHER,
+    another: str = ANOTHER, toolchain: Toolchain = HOST,
 ) -> Path:  # fmt: skip
     """The built library, made now if `folder` (default: `cache_folder()`) does not hold it.
 
@@ -84,36 +122,39 @@ def build(
     folder = cache_folder() if folder is None else folder
     source = SOURCE if source is None else source
     try:
-        path = _place(include, folder, source)
+        path = _place(include, folder, source, toolchain)
         if not path.exists():
-            _build(find_compiler(another), include, source, path, another)
+            _build(find_compiler(another, toolchain), include, source, path, another, toolchain)
     except NoKernelsError:
         raise
     except OSError as error:
         raise NoKernelsError(
-            f"the CPU kernels could not be built in {folder}: {error}; {_FOLDER}"
+            f"{toolchain.what} could not be built in {folder}: {error}; {_FOLDER}"
         ) from error
     return path
 
 
-def _place(include: str | None, folder: Path, source: Path) -> Path:
-    return folder / f"{source.stem}-{_fingerprint(include, source)}.so"
+def _place(include: str | None, folder: Path, source: Path, toolchain: Toolchain) -> Path:
+    return folder / f"{source.stem}-{_fingerprint(include, source, toolchain)}.so"
 
 
-def _build(compiler: str, include: str | None, source: Path, path: Path, another: str) -> None:
+def _build(
+    compiler: str, include: str | None, source: Path, path: Path, another: str,
+    toolchain: Toolchain,
+) -> None:  # fmt: skip
     path.parent.mkdir(parents=True, exist_ok=True)
     _sweep(path.parent)
-    print("building the CPU kernels, once for this machine", file=sys.stderr, flush=True)
+    print(f"building {toolchain.what}, once for this machine", file=sys.stderr, flush=True)
     with tempfile.TemporaryDirectory(prefix=_WORK, dir=path.parent) as work:
         made = Path(work) / path.name
         headers = [] if include is None else ["-isystem", include]
-        command = [compiler, *FLAGS, *headers, str(source), "-o", str(made)]
+        command = [compiler, *toolchain.flags, *headers, str(source), "-o", str(made)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             said = done.stderr.strip().splitlines() or ["nothing said"]
             first = next((line for line in said if "error" in line.lower()), said[0])
             raise NoKernelsError(
-                f"the CPU kernels do not compile with {compiler} (GCC 10, clang 12 or later are "
+                f"{toolchain.what} do not compile with {compiler} ({toolchain.releases} are "
                 f"needed): {first.strip()}; {another}"
             )
         made.replace(path)  # whole or not at all, also where two processes build
@@ -130,14 +171,14 @@ def _sweep(folder: Path) -> None:
                 shutil.rmtree(left)
 
 
-def _fingerprint(include: str | None, source: Path) -> str:
+def _fingerprint(include: str | None, source: Path, toolchain: Toolchain) -> str:
     """Names what the library is made of and for; not the compiler, without which it still runs."""
     digest = hashlib.sha256()
     headers = [] if include is None else sorted(Path(include, "xla", "ffi", "api").glob("*.h"))
     for part in [
         *(path.read_bytes() for path in sorted(source.parent.iterdir()) if path.is_file()),
-        " ".join(FLAGS).encode(),
-        _processor().encode(),
+        " ".join(toolchain.flags).encode(),
+        _processor().encode() if toolchain.native else b"",
         *(path.read_bytes() for path in headers),
     ]:
         digest.update(len(part).to_bytes(8, "little") + part)

@@ -1,4 +1,4 @@
-"""The `ffi` transport: C++ handlers of XLA's foreign function interface, built at first use.
+"""The `ffi` transport: C++ and CUDA handlers of XLA's foreign functions, built at first use.
 
 A call costs what a kernel of XLA costs, takes no lock of Python, and can be cached, exported and
 recorded (`docs/kernels.md`).
@@ -24,17 +24,21 @@ _LOCK = threading.Lock()
 
 @dataclasses.dataclass(frozen=True)
 class Library:
-    """A source file whose handlers run on a CPU.
+    """A source file with handlers.
 
     source   compiled alone; whatever lies beside it may be included, and makes another library
     targets  its handlers; each is a symbol `prefix` + target, and registered under that name
     another  what to do where it cannot be had, for the message
+    toolchain  what compiles it
+    platform   of XLA, on which they run
     """
 
     source: Path
     targets: tuple[str, ...]
     prefix: str = "deepinfer_"
     another: str = building.ANOTHER
+    toolchain: building.Toolchain = building.HOST
+    platform: str = "cpu"
 
 
 def load(library: Library) -> None:
@@ -48,7 +52,10 @@ def load(library: Library) -> None:
 
 @functools.cache
 def _register(library: Library) -> ctypes.CDLL:
-    path = building.build(jax.ffi.include_dir(), source=library.source, another=library.another)
+    path = building.build(
+        jax.ffi.include_dir(), source=library.source, another=library.another,
+        toolchain=library.toolchain,
+    )  # fmt: skip
     try:
         loaded = ctypes.CDLL(str(path))
     except OSError as error:
@@ -58,7 +65,8 @@ def _register(library: Library) -> ctypes.CDLL:
         ) from error
     for target in library.targets:
         name = library.prefix + target
-        jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(loaded, name)), platform="cpu")
+        handler = jax.ffi.pycapsule(getattr(loaded, name))
+        jax.ffi.register_ffi_target(name, handler, platform=library.platform)
     return loaded
 
 

@@ -28,6 +28,7 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
     "tilelang": ("tilelang",),
 }
 COMPILER = "c++"  # a compiler, or what it has built already
+CUDA_COMPILER = "nvcc"  # likewise
 NPU_COMPILER = "bisheng"  # of CANN
 PLATFORMS = {"cpu": "cpu", "gpu": "cuda", "cuda": "cuda", "rocm": "rocm", "tpu": "tpu"}
 ASCEND = "ascend950"  # a platform that XLA has no back end for (docs/ascend.md)
@@ -144,6 +145,8 @@ def installed() -> tuple[Found, ...]:
     found = [each for name in LIBRARIES if (each := find_library(name)) is not None]
     if building.possible(jax.ffi.include_dir()):
         found.append(Found(COMPILER))
+    if building.possible(jax.ffi.include_dir(), building.CUDA_SOURCE, building.CUDA):
+        found.append(Found(CUDA_COMPILER))
     if shutil.which(NPU_COMPILER):
         found.append(Found(NPU_COMPILER))
     return tuple(found)

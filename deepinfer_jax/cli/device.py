@@ -19,7 +19,7 @@ def add_rows(parser: argparse.ArgumentParser) -> None:
     """Declare `--rows`, the form of the numerics (`loading.load`)."""
     parser.add_argument(
         "--rows",
-        choices=("tiled", "ffi", "pallas"),
+        choices=("tiled", "ffi", "pallas", "cuda"),
         help="form of the numerics, each with bits of its own: tiled, a CPU's default; ffi, faster "
-        "there, needs a C++ compiler; pallas, a GPU's",
+        "there, needs a C++ compiler; pallas, a GPU's; cuda, faster on Hopper, needs nvcc",
     )

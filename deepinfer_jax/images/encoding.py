@@ -41,7 +41,7 @@ def encode_images(
       pictures: of the model's patch size, within `max_image_tokens`.
       cfg: the model's.
       numerics: what fixes the bits; `features` are compared by it when they are loaded.
-      batch: most pictures in one call; default about 8,192 patches with `rows="pallas"` and 1
+      batch: most pictures in one call; default about 8,192 patches on a GPU and 1
         otherwise, since a CPU gains nothing by more.
 
     Raises:
@@ -175,4 +175,4 @@ def _parts(pictures: list[Picture], most: int) -> Iterator[list[Picture]]:
 
 
 def _usual_batch(size: int, numerics: Numerics) -> int:
-    return max(1, _ROWS // size) if numerics.rows == "pallas" else 1
+    return max(1, _ROWS // size) if numerics.uses_pallas else 1

@@ -131,10 +131,10 @@ def _outputs(
 def _expert(linear: Any, rows: Any, stacks: Any, cfg: ModelConfig, numerics: Numerics) -> jax.Array:
     """The chosen expert on each of the rows (prepared x [M, D], weight [M])."""
     x, weight = rows
-    gate, up = linear(x, stacks["w1"]), linear(x, stacks["w3"])
+    gate, up = linear(x, stacks["w1"], stacks["w3"])
     hidden = weight[:, None] * _activate(up, gate, cfg.swiglu_limit, numerics)
     hidden = nx.prepared(nx.round_to(hidden, numerics.dtype), numerics, cfg.quantized)
-    return linear(hidden, stacks["w2"])
+    return linear(hidden, stacks["w2"])[0]
 
 
 def _all_experts(

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from deepinfer_jax.numerics import tiles
+from deepinfer_jax.numerics import cuda, tiles
 from deepinfer_jax.numerics.elements import float_weight, round_to
 from deepinfer_jax.numerics.pallas import grouped as kernels
 from deepinfer_jax.numerics.pallas import stored
@@ -54,7 +54,7 @@ def group_rows(ids: jax.Array, weight: Any, numerics: Numerics) -> Groups:
     neither how many rows its expert has nor which. No capacity, nothing is dropped.
     """
     m, experts = ids.shape[0], stored.shape(weight)[1]
-    tile = tiles.of_experts(m, experts, stored.packed(weight), numerics)
+    tile = tiles.of_experts(m, weight, numerics)
     number = min(m, -(-m // tile) + min(experts, m))
     count = jnp.zeros((experts,), jnp.int32).at[ids].add(1, mode="drop")
     each = (count + tile - 1) // tile
@@ -100,11 +100,12 @@ def grouped_linear(
     x = prepared(x, numerics, quantized)
     if numerics.rows in ("tiled", "ffi"):
         return map_groups(_linear_alone, x, weight, layer, groups, numerics)
-    return cast(jax.Array, _grouped(x, weight, jnp.asarray(layer, jnp.int32), groups, numerics))
+    layer = jnp.asarray(layer, jnp.int32)
+    return cast(Any, _grouped(x, (weight,), layer, groups, numerics))[0]
 
 
 def _linear_alone(linear, x, weight):
-    return linear(x, weight)
+    return linear(x, weight)[0]
 
 
 def map_groups(
@@ -112,8 +113,9 @@ def map_groups(
 ) -> jax.Array:
     """f(linear, rows, stacks) of padded rows, a tree of [tiles * tile, ...] -> [tiles * tile, ...].
 
-    linear(x, weight) is `grouped_linear` of `prepared` x with weight[layer, expert] of each row; f
-    may call it several times and sees no other row. On a CPU one loop runs all of f on tile after
+    linear(x, *weights) are `grouped_linear` of `prepared` x with weight[layer, expert] of each row,
+    for every one of the weights, which a kernel may read at once; f may call it several times and
+    sees no other row. On a CPU one loop runs all of f on tile after
     tile, which keeps a tile's intermediate values in its cache. f is static: a function without
     arrays in it.
     Tiles without rows come out undefined; `collect` takes nothing from them.
@@ -125,8 +127,8 @@ def map_groups(
 
 
 def _all_tiles(f, rows, stacks, layer, groups, numerics):
-    def linear(x, weight):
-        return grouped_linear(x, weight, layer, groups, numerics)
+    def linear(x, *weights):
+        return _grouped(x, weights, layer, groups, numerics)
 
     return f(linear, rows, stacks)
 
@@ -136,8 +138,8 @@ def _tile_by_tile(f, rows, stacks, layer, groups, numerics):
     parts = jax.tree.map(lambda a: a.reshape(-1, groups.tile, *a.shape[1:]), rows)
 
     def one(t):
-        def linear(x, weight):
-            return _of_tile(x, groups.expert[t], weight, layer, numerics)
+        def linear(x, *weights):
+            return tuple(_of_tile(x, groups.expert[t], w, layer, numerics) for w in weights)
 
         return f(linear, jax.tree.map(lambda a: a[t], parts), stacks)
 
@@ -168,8 +170,15 @@ _tile_by_tile.defvjp(_tile_by_tile_forward, _tile_by_tile_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _grouped(x, weight, layer, groups, numerics):
-    if numerics.rows == "pallas":
+def _grouped(x, weights, layer, groups, numerics):
+    if numerics.rows == "cuda" and all(cuda.takes(x, weight) for weight in weights):
+        numbers = layer, groups.expert, groups.live, groups.used
+        return cuda.experts(x, weights, numbers, numerics.dtype)
+    return tuple(_grouped_one(x, weight, layer, groups, numerics) for weight in weights)
+
+
+def _grouped_one(x, weight, layer, groups, numerics):
+    if numerics.uses_pallas:
         return kernels.product(
             x, weight, layer, groups.expert, groups.live, groups.used, groups.tile,
             numerics.dtype, numerics.interpret,
@@ -193,18 +202,22 @@ def _batched(x, weight, layer, groups, numerics):
     return y.reshape(x.shape[0], -1)
 
 
-def _grouped_forward(x, weight, layer, groups, numerics):
-    return _grouped(x, weight, layer, groups, numerics), (x, weight, layer, groups)
+def _grouped_forward(x, weights, layer, groups, numerics):
+    return _grouped(x, weights, layer, groups, numerics), (x, weights, layer, groups)
 
 
-def _grouped_backward(numerics, saved, g):
-    x, weight, layer, groups = saved
+def _grouped_backward(numerics, saved, slopes):
+    x, weights, layer, groups = saved
     live = (groups.source < groups.slot.shape[0])[:, None]
     # What no product has written may be NaN, which a gradient of zero would not silence.
-    x, g = (jnp.where(live, a, jnp.zeros((), a.dtype)) for a in (x, g))
+    x, *slopes = (jnp.where(live, a, jnp.zeros((), a.dtype)) for a in (x, *slopes))
     ordinary = dataclasses.replace(numerics, rows="batched")
-    _, pull = jax.vjp(lambda x, w: _batched(x, w, layer, groups, ordinary), x, weight)
-    return *pull(g), None, None
+
+    def plain(x, weights):
+        return tuple(_batched(x, weight, layer, groups, ordinary) for weight in weights)
+
+    _, pull = jax.vjp(plain, x, weights)
+    return *pull(tuple(slopes)), None, None
 
 
 _grouped.defvjp(_grouped_forward, _grouped_backward)

@@ -11,8 +11,8 @@ import dataclasses
 from typing import cast
 
 from deepinfer_jax.numerics.settings import Form, Numerics
-from kernels_bridge.building import COMPILERS
-from kernels_bridge.machine import COMPILER, Machine, named
+from kernels_bridge.building import COMPILERS, CUDA, CUDA_ARCHITECTURE
+from kernels_bridge.machine import COMPILER, CUDA_COMPILER, Machine, named
 from kernels_bridge.registry import (
     Capability,
     Impl,
@@ -32,10 +32,16 @@ _NEEDS_COMPILER = Need(
     mend="the kernels are built by a C++ compiler, and none of "
     f"{', '.join(COMPILERS)} is on the path: install one (Debian: g++)",
 )
+_NEEDS_NVCC = Need(
+    CUDA_COMPILER, mend=f"the kernels are built by {CUDA.needed[0]}: {CUDA.needed[1]}"
+)
 _CAPABLE: dict[Form, Capability] = {
     "tiled": Capability(("cpu",), (), _DTYPES, batch_invariant=True, graph_safe=True),
     "ffi": Capability(("cpu",), (), _DTYPES, (_NEEDS_COMPILER,), True, graph_safe=True),
     "pallas": Capability(("cuda",), (), _DTYPES, batch_invariant=True, graph_safe=True),
+    "cuda": Capability(
+        ("cuda",), (CUDA_ARCHITECTURE,), _DTYPES, (_NEEDS_NVCC,), True, graph_safe=True
+    ),
     "batched": Capability((), (), _DTYPES, graph_safe=True),
     "dense": Capability((), (), _DTYPES, graph_safe=True),
 }
@@ -43,10 +49,11 @@ _CAPABLE: dict[Form, Capability] = {
 PROMISING = tuple(form for form, can in _CAPABLE.items() if can.batch_invariant)
 _SEEN = {
     "tiled": "x86 CPUs", "ffi": "x86 CPUs with AVX2", "pallas": "an H200 (sm_90)",
-    "batched": "a CPU and an H200", "dense": "a CPU and an H200",
+    "cuda": "an H200 (sm_90)", "batched": "a CPU and an H200", "dense": "a CPU and an H200",
 }  # fmt: skip
 _BY_NAME = {
     "ffi": 'other bits than "tiled", and a build at first use',
+    "cuda": 'other bits than "pallas", and a build at first use',
     "batched": "it promises nothing about bits",
     "dense": "it promises nothing about bits",
 }
@@ -58,11 +65,18 @@ def _impl(form: Form, what: str, transport: Transport) -> Impl:
     return Impl(form, transport, _CAPABLE[form], what, seen=_SEEN[form], by_name=by_name)
 
 
-def _op(name: str, what: str, tiled: str, ffi: str, pallas: str, *, handler: bool = True) -> Op:
-    """An operation by what runs for each form; without a handler "ffi" runs XLA's operations."""
+def _op(
+    name: str, what: str, tiled: str, ffi: str, pallas: str, cuda: str = "", *,
+    handler: bool = True,
+) -> Op:  # fmt: skip
+    """An operation by what runs for each form.
+
+    Without a handler "ffi" runs XLA's operations; cuda: what is no kernel of "pallas" there.
+    """
     impls = (
         _impl("tiled", tiled, "xla"),
         _impl("pallas", pallas, "pallas"),
+        _impl("cuda", cuda or pallas, "ffi" if cuda else "pallas"),
         _impl("ffi", ffi, "ffi" if handler else "xla"),
         _impl("batched", _PLAIN, "xla"),
         _impl("dense", _SEQUENCES, "xla"),
@@ -77,11 +91,13 @@ OPS: tuple[Op, ...] = (
         "Pallas-Triton kernel for every row"),
     _op("row_product", "rows times weights",
         "XLA dots on whole tiles of a few heights", "C++ handlers `product`, `route`, `shared`",
-        "Pallas-Triton kernels, one order for a (K, N), weights decoded tile by tile"),
+        "Pallas-Triton kernels, one order for a (K, N), weights decoded tile by tile",
+        "CUDA handler `product` where weights are packed, else as pallas"),
     _op("expert_product", "rows sorted by expert times the weights of their experts",
         "XLA dots on tiles of one expert, one after the other",
         "C++ handler `experts`, or `product` of decoded tiles where weights are packed",
-        "Pallas-Triton kernel over tiles of one expert, weights decoded tile by tile"),
+        "Pallas-Triton kernel over tiles of one expert, weights decoded tile by tile",
+        "CUDA handler `experts` where weights are packed, else as pallas"),
     _op("attention", "one query row over its slots, with a sink",
         "XLA, row after row", "C++ handlers `attend` and `attend_cache`",
         "Pallas-Triton kernel, over a cache as it is stored too"),

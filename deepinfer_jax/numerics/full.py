@@ -37,7 +37,7 @@ def attend_all(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
 def _attend_all(q, k, v, counts, scale, numerics):
-    if numerics.rows == "pallas":
+    if numerics.uses_pallas:
         return kernels.attend(q, k, v, counts, scale, numerics.interpret)
     if numerics.rows in ("batched", "dense"):
         return _plain(q, k, v, counts, scale)

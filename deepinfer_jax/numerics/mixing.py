@@ -26,7 +26,7 @@ def mixes(
     """raw float32 [T, C(2 + C)], scale [3] and base [C(2 + C)] float32 -> pre [T, C], post [T, C]
     and comb [T, C source, C dest], normalised over both by `iterations` turns.
     """
-    form = _in_kernel if numerics.rows == "pallas" else _mixes
+    form = _in_kernel if numerics.uses_pallas else _mixes
     return form(raw, scale, base, streams, iterations, eps, numerics)
 
 

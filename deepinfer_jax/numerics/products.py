@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from deepinfer_jax import quant
-from deepinfer_jax.numerics import tiles
+from deepinfer_jax.numerics import cuda, tiles
 from deepinfer_jax.numerics.elements import float_weight, round_to
 from deepinfer_jax.numerics.pallas import products as kernels
 from deepinfer_jax.numerics.pallas import stored
@@ -48,7 +48,7 @@ def dot(x: jax.Array, w: Any, numerics: Numerics) -> jax.Array:
     w: an array of x's dtype, a float32 array (the product is one of float32 then, whatever x is),
     or a stored weight.
     """
-    if numerics.rows not in ("pallas", "ffi"):
+    if not numerics.uses_pallas and numerics.rows != "ffi":
         w = float_weight(w, x.dtype) if isinstance(w, quant.Quantized) else w
         x = x.astype(w.dtype)
     if numerics.rows == "ffi" and not _is_stored(w):
@@ -61,13 +61,20 @@ def _dot(x, w, bias, numerics, dtype, quantized=False):
     """bias: float32 [N], added before the result is rounded to `dtype`; None, or for a kernel.
     quantized: x goes through FP8 first; for a kernel that does so.
     """
-    if numerics.rows == "pallas":
-        return kernels.product(x[:, None], w, dtype, numerics.interpret, bias=bias)[:, 0]
+    if numerics.uses_pallas:
+        return _on_gpu(x[:, None], w, dtype, numerics, bias)[:, 0]
     if numerics.rows == "ffi":
         return ffi.product(x[:, None], readable(w), dtype, quantized)[:, 0]
     if numerics.rows != "tiled":
         return contract(x, w)
     return _in_tiles(lambda part: contract(part, w), x, w, numerics)
+
+
+def _on_gpu(x, w, dtype, numerics, bias):
+    """x [M, G, K] times w [G * N, K] in kernels -> [M, G, N]."""
+    if numerics.rows == "cuda" and cuda.takes(x, w, x.shape[1]):
+        return cuda.product(x, w, dtype, bias, numerics.interpret)
+    return kernels.product(x, w, dtype, numerics.interpret, bias=bias)
 
 
 def _dot_forward(x, w, bias, numerics, dtype, quantized=False):
@@ -112,8 +119,8 @@ def group_dot(x: jax.Array, w: Any, numerics: Numerics) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _group_dot(x, w, numerics):
-    if numerics.rows == "pallas":
-        return kernels.product(x, w, "float32", numerics.interpret)
+    if numerics.uses_pallas:
+        return _on_gpu(x, w, "float32", numerics, None)
     if numerics.rows == "ffi":
         return ffi.product(x, readable(w))
     if numerics.rows != "tiled":
@@ -196,7 +203,7 @@ def linear(
     rounding.
     """
     bias = None if bias is None else bias.astype(jnp.float32)
-    if numerics.rows == "pallas":  # rounded where it is made
+    if numerics.uses_pallas:  # rounded where it is made
         x = prepared(x, numerics, quantized)
         return cast(jax.Array, _dot(x, operand(weight, numerics), bias, numerics, numerics.dtype))
     if numerics.rows == "ffi" and bias is None:  # and quantized where it is read
@@ -221,7 +228,7 @@ def prepared(x: jax.Array, numerics: Numerics, quantized: bool) -> jax.Array:
 
 def operand(weight: Any, numerics: Numerics) -> Any:
     """A weight leaf as a product takes it: decoded, unless a kernel decodes it tile by tile."""
-    if _is_stored(weight) and (numerics.rows == "pallas" or _in_bits(weight, numerics)):
+    if _is_stored(weight) and (numerics.uses_pallas or _in_bits(weight, numerics)):
         return weight
     return float_weight(weight, jnp.dtype(numerics.dtype))
 
@@ -259,7 +266,7 @@ def at_layer(tree: Any, layer: Any, numerics: Numerics) -> Any:
 
     Stored weights stay in their stack where kernels read them from there.
     """
-    if numerics.rows == "pallas":
+    if numerics.uses_pallas:
         return stored.at_layer(tree, layer)
     if numerics.rows == "ffi":
         return stored.at_layer(tree, layer, kinds=("bf16_bits",))

@@ -34,7 +34,7 @@ def attend(
     rounded below the largest of all scores, on a GPU below that of a tile of a fixed size, so
     that no rounding depends on how many slots there are at once. No valid slot: zeros.
     """
-    if numerics.rows in ("pallas", "ffi"):
+    if numerics.uses_pallas or numerics.rows == "ffi":
         return cast(jax.Array, _attend_in_kernel(q, keys, mask, sink, scale, numerics, window))
     return _attend(q, keys, mask, sink, scale, numerics)
 
@@ -154,7 +154,7 @@ def index_width(count: int, numerics: Numerics) -> int:
     Between blocks a GPU waits for the host, which asks whether there is more to do: there blocks
     are as long as their decoded keys take 128 MB, at most 65,536.
     """
-    if numerics.rows != "pallas":
+    if not numerics.uses_pallas:
         return numerics.index_block
     return max(numerics.index_block, min(_MOST_KEYS, _KEYS_AT_ONCE // count))
 
@@ -168,7 +168,7 @@ def index_scores(
     numerics are float32.
     """
     weight = head_weight.astype(jnp.float32)
-    if numerics.rows in ("pallas", "ffi"):
+    if numerics.uses_pallas or numerics.rows == "ffi":
         return cast(jax.Array, _scores_in_kernel(q, weight, keys, numerics))
     return _index_scores(q, weight, keys, numerics)
 

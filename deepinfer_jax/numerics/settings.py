@@ -7,13 +7,13 @@ import hashlib
 from typing import Literal, get_args
 
 HEIGHTS = (8, 16, 32, 64, 128, 256)  # of tiles whose products are known to agree
-Form = Literal["tiled", "ffi", "pallas", "batched", "dense"]
+Form = Literal["tiled", "ffi", "pallas", "cuda", "batched", "dense"]
 
 # Part of every fingerprint. Raise it when a constant in code that fixes bits changes: the lanes of
-# `sums.row_sum`, the limbs of `sums.unit_sum`, the parts of K of `pallas.schedule`, the blocks of
-# keys of `full` and `pallas.full`, tiles of `pallas.attending` and `pallas.scores`, the order of
-# sums in `kernels_bridge/csrc`, where roundings and pins stand, quotients and exponentials of
-# `pallas.mixing`. What a user may choose is a field of `Numerics` instead.
+# `sums.row_sum`, the limbs of `sums.unit_sum`, the parts of K of `pallas.schedule` and of `cuda`,
+# the blocks of keys of `full` and `pallas.full`, tiles of `pallas.attending` and `pallas.scores`,
+# the order of sums in `kernels_bridge/csrc`, where roundings and pins stand, quotients and
+# exponentials of `pallas.mixing`. What a user may choose is a field of `Numerics` instead.
 FORM = 3
 
 
@@ -28,8 +28,10 @@ class Numerics:
                           "reference": the published reference's three roundings
     rows                  "tiled": the invariant forms of a CPU; "ffi": the same promise with C++
                           kernels, which a compiler on the machine builds; "pallas": the invariant
-                          forms of an NVIDIA GPU; "batched": plain XLA, no promise; "dense": the
-                          same, for calls without a cache whose rows are sequences of equal length
+                          forms of an NVIDIA GPU; "cuda": the same, but for products with weights
+                          in FP4 and FP8, which are CUDA kernels that a compiler on the machine
+                          builds; "batched": plain XLA, no promise; "dense": the same, for calls
+                          without a cache whose rows are sequences of equal length
     row_tile              rows per dot below `long_rows` rows, and `long_row_tile` from there on
     tall_tiles            heights to choose from (`tiles.of_product`) for weights of `tall_from`
                           elements and more with sums of `long_sum` terms and more, in whole
@@ -81,8 +83,8 @@ class Numerics:
 
     @property
     def uses_pallas(self) -> bool:
-        """Whether the kernels of a GPU run: those of `numerics.pallas`."""
-        return self.rows == "pallas"
+        """Whether the kernels of a GPU run: those of `numerics.pallas`, all of them or most."""
+        return self.rows in ("pallas", "cuda")
 
     @classmethod
     def native(cls, quantized: bool = True, rows: Form = "tiled") -> Numerics:

@@ -35,7 +35,7 @@ def row_sum(x: jax.Array, numerics: Numerics) -> jax.Array:
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
 def _row_sum(x, numerics):
-    if numerics.rows == "pallas":
+    if numerics.uses_pallas:
         return kernels.row_sum(x, squared=False, interpret=numerics.interpret)
     return _sum_of_lanes(x)
 
@@ -79,7 +79,7 @@ def plain_sum(x: jax.Array, axis: int) -> jax.Array:
 
 def axis_sum(x: jax.Array, axis: int, numerics: Numerics) -> jax.Array:
     """Sum of float32 over one short axis, in index order; pin inexact products before."""
-    if numerics.rows == "pallas":
+    if numerics.uses_pallas:
         return ordered_sum([lax.index_in_dim(x, i, axis, False) for i in range(x.shape[axis])])
     return _axis_sum(x, axis)
 
@@ -96,7 +96,7 @@ def _axis_sum_jvp(axis, primals, tangents):
 
 def mean_square(x: jax.Array, numerics: Numerics) -> jax.Array:
     """Mean of squares over the last axis, float32."""
-    if numerics.rows == "pallas":
+    if numerics.uses_pallas:
         total = _sum_of_squares(x, numerics.interpret)
     else:
         x = x.astype(jnp.float32)

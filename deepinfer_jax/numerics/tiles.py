@@ -13,7 +13,10 @@ fixed in `Numerics`; which of them is taken depends on the number of rows, so it
 
 from __future__ import annotations
 
-from deepinfer_jax.numerics.pallas import schedule
+from typing import Any
+
+from deepinfer_jax.numerics import cuda
+from deepinfer_jax.numerics.pallas import schedule, stored
 from deepinfer_jax.numerics.settings import Numerics
 
 _READ = 16  # rows that take as long as reading the weight: a tile's cost beside its own rows
@@ -32,14 +35,17 @@ def of_product(count: int, k: int, elements: int, numerics: Numerics) -> int:
     )
 
 
-def of_experts(count: int, experts: int, packed: bool, numerics: Numerics) -> int:
-    """Height of a tile of one expert, for `count` rows spread over `experts`, in every form.
+def of_experts(count: int, weight: Any, numerics: Numerics) -> int:
+    """Height of a tile of one expert, for `count` rows spread over the experts, in every form.
 
-    packed: the weights are in FP8 or FP4. A few rows fall to one expert, so tall tiles would be
-    mostly empty.
+    weight: one of the stacks [layers, E, N, K] that the rows will be multiplied with. A few rows
+    fall to one expert, so tall tiles would be mostly empty.
     """
-    if numerics.rows == "pallas":
-        return schedule.tile_rows(count, experts, packed)
+    experts = stored.shape(weight)[1]
+    if numerics.rows == "cuda" and cuda.takes_both_ways(weight, numerics.dtype):
+        return cuda.tile_rows(count, experts)
+    if numerics.uses_pallas:
+        return schedule.tile_rows(count, experts, stored.packed(weight))
     if numerics.rows == "ffi":  # which computes no empty place of a tile
         return 8
     if numerics.rows == "tiled":

@@ -89,6 +89,7 @@ def test_where_no_form_is_invariant_only_promises_are_refused(platform):
 
 # Operations of every module of `numerics` that calls kernels.
 HELD = {
+    "cuda": {"row_product", "expert_product"},
     "elements": {"selection"},
     "experts": {"expert_product"},
     "full": {"image_attention"},
@@ -99,7 +100,7 @@ HELD = {
 }
 # `schedule` and `stored` hold no kernel.
 CALLS = re.compile(
-    r"^from (kernels_bridge import ffi|\S+\.pallas import (?!schedule|stored))", re.M
+    r"^from (kernels_bridge import (ffi|cuda)|\S+\.pallas import (?!schedule|stored))", re.M
 )
 
 
@@ -108,7 +109,7 @@ def test_every_module_with_kernels_has_its_operations():
     found = {path.stem for path in folder.glob("*.py") if CALLS.search(path.read_text("utf-8"))}
     assert found == set(HELD)
     assert set().union(*HELD.values()) == {op.name for op in forms.OPS}
-    assert set(forms.PROMISING) == {"tiled", "ffi", "pallas"}
+    assert set(forms.PROMISING) == {"tiled", "ffi", "pallas", "cuda"}
     page = (Path(__file__).parents[2] / "docs" / "kernels.md").read_text("utf-8")
     assert all(f"| `{op.name}` |" in page for op in forms.OPS)
 

@@ -109,7 +109,7 @@ def _is_exact(x: jax.Array, weight: Any) -> bool:
 
 def product(
     x: jax.Array, weight: Any, dtype: Any, interpret: bool, how: Schedule | None = None,
-    apart: bool | None = None, bias: jax.Array | None = None,
+    apart: bool | None = None, bias: jax.Array | None = None, parts: int | None = None,
 ) -> jax.Array:  # fmt: skip
     """x [M, G, K] times weight [G * N, K], group by group -> [M, G, N], rounded once to `dtype`.
 
@@ -117,7 +117,7 @@ def product(
     dtype, or float32;
     `bias` is float32 [G * N], added before the rounding.
     `how` replaces the schedule, `apart` says whether every part of K has a program of its own;
-    neither changes a bit.
+    neither changes a bit. `parts` of K in place of those of `order` do.
     """
     m, groups, _ = x.shape
     if stored.packed(weight) and m >= DECODED_ROWS and x.dtype == jnp.bfloat16:
@@ -125,7 +125,7 @@ def product(
         weight = quant.dequantize(stored.alone(weight), x.dtype)
     weight = stored.reachable(weight)
     how = choose(x, weight) if how is None else how
-    parts, n = order(weight), stored.shape(weight)[0] // groups
+    parts, n = parts or order(weight), stored.shape(weight)[0] // groups
     row_tiles, column_tiles = pl.cdiv(m, how.rows), pl.cdiv(n, how.columns)
     if apart is None:
         apart = parts > 1 and row_tiles * column_tiles * groups < _FEW_TILES
