@@ -1,7 +1,8 @@
 """How long does a decode step take with us, with plain XLA, with torch and with transformers?
 
 The same slice of the released model for all (`released.py`), one after another on the same GPU in
-one run: ours with its kernels and without ("xla"); a step of plain torch written for this
+one run: ours with its kernels, with those in
+CUDA C++ for stored weights ("ours-cuda") and without any ("xla"); a step of plain torch written for this
 (`peers/torch_step.py`, which a test compares with ours), called and as a CUDA graph, with its small
 pieces compiled, and with FlashMLA's attention where that is installed; and transformers' nearest
 model. What is stored how, and what differs, stands in each one's `stored`. Every peer runs in a
@@ -33,7 +34,7 @@ from environment import ROOT, write_result
 from deepinfer_jax.numerics import Numerics
 
 MODULES = {
-    "ours": "ours", "xla": "ours", "torch-eager": "plain", "torch-graph": "plain",
+    "ours": "ours", "ours-cuda": "ours", "xla": "ours", "torch-eager": "plain", "torch-graph": "plain",
     "torch-graph-gathered": "plain", "torch-compiled": "plain", "torch-flashmla": "plain",
     "transformers": "hub",
 }  # fmt: skip
@@ -89,19 +90,18 @@ def asked(name: str, given: argparse.Namespace, lines: Path) -> dict[str, Any]:
 
 
 def compared(answers: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Each cell: the median step of every peer, and over that of ours."""
+    """Each cell: the median step of every peer, and over that of ours ("ours-cuda" without it)."""
     cells: dict[tuple[int, int], dict[str, float]] = {}
     for answer in answers:
         for row in answer["rows"]:
             found = cells.setdefault((row["batch"], row["context"]), {})
             found[answer["peer"]] = statistics.median(row["samples_ms"])
-    return [
-        {
-            "batch": batch, "context": context, "ms": ms,
-            "over_ours": {name: each / ms["ours"] for name, each in ms.items() if "ours" in ms},
-        }
-        for (batch, context), ms in cells.items()
-    ]  # fmt: skip
+    made = []
+    for (batch, context), ms in cells.items():
+        own = ms.get("ours", ms.get("ours-cuda"))
+        over = {} if own is None else {name: each / own for name, each in ms.items()}
+        made.append({"batch": batch, "context": context, "ms": ms, "over_ours": over})
+    return made
 
 
 def main() -> None:
