@@ -224,7 +224,8 @@ def attend_cache(
 ) -> jax.Array:  # fmt: skip
     """`attend` of T rows over what a cache holds of their slots -> float32 [T, H, K].
 
-    q [T, H, K]; fresh [T, K]: window vectors of this call; ring: (data [L, B, R, K], layer);
+    q [T, H, K]; fresh [F, K]: window vectors of all rows of the call, of which q's may be some (of
+    one of the devices that share them); ring: (data [L, B, R, K], layer);
     entries: (data [sources, P, size, K], source, pages [B, G]) or None; spans: first row and first
     position of every slot's rows [B]; rows: slot, position and floor [T]; selected [T, S], -1:
     none. Data are float32 or uint16 bits of bfloat16.

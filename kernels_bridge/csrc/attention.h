@@ -64,7 +64,7 @@ void attend_row(const Attention& a, const T* q, int64_t seen, const float* sink,
   }
 }
 
-// Where a call's window vectors and entries lie: fresh [T, K] of its own rows; ring [B, R, K] of one
+// Where a call's window vectors and entries lie: fresh [count, K] of all its rows; ring [B, R, K] of one
 // layer as it was before the call; first and start [B], the first row and its position of each slot;
 // entries as in `Pages`.
 template <class X, class E>

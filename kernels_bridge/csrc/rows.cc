@@ -64,9 +64,10 @@ ffi::Error attend(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer keys,
 }
 
 // Attention of rows over window and selected entries, read where the cache has them.
-// q [T, H, K], fresh [T, K]: window vectors of this call's rows; ring [layers, B, R, K] as it was
-// before it; entries, source, pages as in `Pages`; first, start [B]: first row and its position of
-// each slot; slot, position, floor [T]; selected [T, S], -1: none; sink [H] -> float32 [T, H, K].
+// q [T, H, K], fresh [F, K]: window vectors of all rows of the call, of which q may be some; ring
+// [layers, B, R, K] as it was before it; entries, source, pages as in `Pages`; first, start [B]: first
+// row and its position of each slot; slot, position, floor [T]; selected [T, S], -1: none; sink [H] ->
+// float32 [T, H, K].
 ffi::Error attend_cache(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer fresh,
                         ffi::AnyBuffer ring, ffi::Buffer<ffi::S32> layer, ffi::AnyBuffer entries,
                         ffi::Buffer<ffi::S32> source, ffi::Buffer<ffi::S32> pages,
@@ -99,7 +100,7 @@ ffi::Error attend_cache(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer f
       const auto* stored = static_cast<decltype(old)>(entries.untyped_data());
       const Reach<std::remove_const_t<std::remove_pointer_t<decltype(vectors)>>,
                   std::remove_const_t<std::remove_pointer_t<decltype(old)>>>
-          reach{vectors, count, old + layer.typed_data()[0] * rings[1] * turns * a.width, turns,
+          reach{vectors, fresh.dimensions()[0], old + layer.typed_data()[0] * rings[1] * turns * a.width, turns,
                 first.typed_data(), start.typed_data(), pages_of(entries, stored, source, pages),
                 window, picked, a.width};
       inside = !picked || reach.entries.known();

@@ -165,6 +165,16 @@ def test_attention_reads_the_cache_as_attention_of_gathered_keys(dtype, selected
         np.testing.assert_allclose(got[row], want, atol=1e-5 if dtype == np.float32 else 1e-2)
 
 
+@pytest.mark.parametrize("selected", [True, False])
+def test_some_rows_of_a_call_attend_as_among_all_of_them(selected):
+    """Devices that share the rows of a call have the window vectors of all."""
+    at = field(np.float32)
+    whole, part = np.asarray(in_one_call(at, selected)), np.array([3, 5, 1])
+    own = {name: at[name][part] for name in ("q", "selected")}
+    few = in_one_call({**at, **own, "rows": tuple(x[part] for x in at["rows"])}, selected)
+    np.testing.assert_array_equal(few, whole[part])
+
+
 @pytest.mark.parametrize("rounding", ["none", "once", "reference"])
 @pytest.mark.parametrize("dtype", TYPES)
 def test_the_indexer_reads_the_cache_as_gathered_keys(dtype, rounding):
