@@ -20,6 +20,7 @@ import time
 from pathlib import Path
 
 SOURCE = Path(__file__).with_name("csrc") / "rows.cc"
+SUBLAYERS = SOURCE.with_name("sublayers.cc")
 COMPILERS = ("c++", "g++", "clang++")
 # No contraction: where a product may join an addition is written in the source.
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-shared", "-fPIC", "-ffp-contract=off")
@@ -95,14 +96,18 @@ def cache_folder() -> Path:
 
 
 def possible(include: str, source: Path | None = None, toolchain: Toolchain = HOST) -> bool:
-    """Whether `build` can make the library here, or has made it; makes nothing."""
+    """Whether `build` can make the library here, or has made it; makes nothing.
+
+    source: default all of the CPU's kernels.
+    """
     try:
         return bool(find_compiler(toolchain=toolchain))
     except NoKernelsError:
         pass
-    source = SOURCE if source is None else source
+    sources = (SOURCE, SUBLAYERS) if source is None else (source,)
     try:
-        return _place(include, cache_folder(), source, toolchain).exists()
+        folder = cache_folder()
+        return all(_place(include, folder, each, toolchain).exists() for each in sources)
     except OSError:  # a folder that cannot be read or is nowhere
         return False
 

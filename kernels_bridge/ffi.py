@@ -51,7 +51,7 @@ _ROWS = handlers.Library(
     ),
 )
 _SUBLAYERS = handlers.Library(
-    building.SOURCE.with_name("sublayers.cc"),
+    building.SUBLAYERS,
     (
         "product",
         "rms_norm",

@@ -58,6 +58,19 @@ def test_what_is_built_needs_no_compiler_any_more(monkeypatch, tmp_path):
     assert building.build(jax.ffi.include_dir(), tmp_path / "kept") == first
 
 
+def test_kernels_are_possible_without_a_compiler_once_all_are_built(monkeypatch, tmp_path):
+    put_compiler(monkeypatch, tmp_path / "bin", COUNTING)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "kept"))
+    include = jax.ffi.include_dir()
+    path, said = os.environ["PATH"], []
+    for source in (building.SOURCE, building.SUBLAYERS):
+        monkeypatch.setenv("PATH", path)
+        building.build(include, source=source)
+        monkeypatch.setenv("PATH", str(tmp_path))
+        said.append(building.possible(include))
+    assert said == [False, True]
+
+
 def test_another_source_makes_another_library(monkeypatch, tmp_path):
     put_compiler(monkeypatch, tmp_path / "bin", COUNTING)
     first = building.build(jax.ffi.include_dir(), tmp_path / "kept")
