@@ -29,6 +29,12 @@ bool with_floats(const ffi::AnyBuffer& buffer, const F& f) {
   return true;
 }
 
+// Whether it is of so many elements.
+template <class B>
+bool has(const B& buffer, int64_t count) {
+  return int64_t(buffer.element_count()) == count;
+}
+
 template <class T>
 const T* data(const ffi::AnyBuffer& buffer) {
   return static_cast<const T*>(buffer.untyped_data());

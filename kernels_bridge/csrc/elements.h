@@ -204,7 +204,7 @@ inline V softplus(V x) {
 
 constexpr int64_t kGroup = 32;
 
-// The nearest e4m3 number of |x| <= 448, ties to even.
+// The nearest e4m3 number of |x| <= 448, ties to even; NaN stays NaN.
 inline Wide nearest_e4m3(Wide x) {
   const WideWords bits = (WideWords)x;
   const Wide normal = (Wide)((bits + 0x7FFFF + ((bits >> 20) & 1)) & ~0xFFFFF);
@@ -212,10 +212,11 @@ inline Wide nearest_e4m3(Wide x) {
   const Wide whole = (x * all<Wide>(512.0f) + shift) - shift;
   const WideWords sign = bits & int32_t(0x80000000);
   const Wide fine = (Wide)((WideWords)(whole * all<Wide>(1.0f / 512)) | sign);
-  return choose<Wide>(absolute(x) < all<Wide>(0.015625f), fine, normal);
+  // Rounding the bits of a NaN could carry into its sign and leave a number.
+  return choose<Wide>(x == x, choose<Wide>(absolute(x) < all<Wide>(0.015625f), fine, normal), x);
 }
 
-// x [k], k a multiple of 32, quantized and decoded in its place.
+// x [k], k a multiple of 32, quantized and decoded in its place; a group that has an infinity is NaN.
 inline void quantize_fp8(float* x, int64_t k) {
   for (int64_t g = 0; g < k; g += kGroup, x += kGroup) {
     const Wide low = wide(x), high = wide(x + kWide);
@@ -224,7 +225,7 @@ inline void quantize_fp8(float* x, int64_t k) {
     uint32_t bits;
     std::memcpy(&bits, &most, 4);
     bits = (bits + 0x7FFFFF) & 0xFF800000u;  // the power of two that is not smaller
-    const uint32_t inverse = 0x7F000000u - bits;
+    const uint32_t inverse = bits < 0x7F000000u ? 0x7F000000u - bits : 0;
     float scale, by;
     std::memcpy(&scale, &bits, 4);
     std::memcpy(&by, &inverse, 4);

@@ -26,19 +26,16 @@ inline void activate(const T* gates, const T* ups, int64_t stride, int64_t rows,
   }
 }
 
-// The rows of x as products take them: unpacked, rounded as an X, in FP8 where `quantized`.
+// Unpacked rows of k numbers as they are when stored as an X and read again.
 template <class X>
-inline void round_rows(float* x, int64_t rows, int64_t k, bool quantized) {
-  for (int64_t r = 0; r < rows; ++r, x += padded(k)) {
-    if (sizeof(X) == 2) {
-      each_wide(k, [&](int64_t i, auto some) { put(x + i, rounded(wide(x + i, some)), some); });
-    }
-    if (quantized) quantize_fp8(x, k);
+inline void round_rows(float* x, int64_t rows, int64_t k) {
+  for (int64_t r = 0; sizeof(X) == 2 && r < rows; ++r, x += padded(k)) {
+    each_wide(k, [&](int64_t i, auto some) { put(x + i, rounded(wide(x + i, some)), some); });
   }
 }
 
-// One expert's gate and up [N, D] and down [D, N] on `rows` unpacked rows, which a product may take as
-// they are -> y [rows, D], to be rounded as an X.
+// One expert's gate and up [N, D] and down [D, N] on `rows` unpacked rows, in FP8 already where
+// `quantized` -> y [rows, D], to be rounded as an X.
 template <class X, class W>
 void run_expert(const float* x, int64_t rows, const W* w1, const W* w3, const W* w2, int64_t d,
                 int64_t n, float limit, const float* weight, bool quantized, float* y) {
@@ -51,7 +48,8 @@ void run_expert(const float* x, int64_t rows, const W* w1, const W* w3, const W*
   for (int64_t r = 0; n < width && r < rows; ++r) {
     std::fill(hidden + r * width + n, hidden + (r + 1) * width, 0.0f);
   }
-  round_rows<X>(hidden, rows, n, quantized);
+  round_rows<X>(hidden, rows, n);
+  if (quantized) quantize_fp8(hidden, rows * n);
   multiply(hidden, rows, w2, n, d, y, d);
 }
 

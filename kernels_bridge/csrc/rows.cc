@@ -46,6 +46,10 @@ ffi::Error attend(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer keys,
   const Attention a{shape[rank - 2], shape[rank - 1], field[rank - 2], scale,
                     narrow_type(q.element_type())};
   const int64_t one = a.heads * a.width, rows = one ? int64_t(q.element_count()) / one : 0;
+  if (!has(keys, rows * a.slots * a.width) || !has(mask, rows * a.slots) ||
+      !has(sink, rows * a.heads)) {
+    return refuse("attend: mask must be [..., S] and sink [..., H]");
+  }
   const bool known = with_floats(q, [&](const auto* queries) {
     const auto* vectors = static_cast<decltype(queries)>(keys.untyped_data());
     over_rows(pool, a, rows, [&](int64_t r, float* scratch) {
@@ -82,15 +86,20 @@ ffi::Error attend_cache(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer f
       fresh.element_type() != q.element_type() || entries.element_type() != ring.element_type()) {
     return refuse("attend_cache: q [T, H, K], fresh [T, K], ring and entries [., ., ., K]");
   }
-  if (fresh.dimensions().size() != 2 || selected.dimensions().size() != 2 ||
-      pages.dimensions().size() != 2) {
-    return refuse("attend_cache: fresh, selected and pages have two axes");
+  const int64_t count = shape[0];
+  if (fresh.dimensions().size() != 2 || fresh.dimensions()[1] != shape[2] ||
+      selected.dimensions().size() != 2 || selected.dimensions()[0] != count ||
+      pages.dimensions().size() != 2 || !has(start, first.element_count())) {
+    return refuse("attend_cache: fresh [F, K], selected [T, S], pages [B, G], first and start [B]");
+  }
+  if (!has(slot, count) || !has(position, count) || !has(floor, count) || !has(sink, shape[1])) {
+    return refuse("attend_cache: slot, position, floor [T] and sink [H]");
   }
   const int64_t slots = std::min({rings[1], int64_t(first.element_count()), pages.dimensions()[0]});
   if (layer.typed_data()[0] < 0 || layer.typed_data()[0] >= rings[0] || !all_slots(slot, slots)) {
     return refuse("attend_cache: layer or slot out of range");
   }
-  const int64_t picked = selected.dimensions()[1], count = shape[0];
+  const int64_t picked = selected.dimensions()[1];
   const Attention a{shape[1], shape[2], window + picked, scale, narrow_type(q.element_type())};
   const int64_t one = a.heads * a.width, turns = rings[2];
   bool fits = false, inside = true;
@@ -126,8 +135,9 @@ ffi::Error store(ffi::AnyBuffer rings, ffi::Buffer<ffi::S32> layer, ffi::AnyBuff
                  ffi::Result<ffi::AnyBuffer> out) {
   const auto shape = rings.dimensions(), given = vectors.dimensions();
   if (shape.size() != 4 || given.size() != 2 || given[1] != shape[3] ||
-      vectors.element_type() != rings.element_type()) {
-    return refuse("store: rings must be [L, B, R, K], vectors [T, K] of their type");
+      vectors.element_type() != rings.element_type() || !has(slot, given[0]) ||
+      !has(place, given[0])) {
+    return refuse("store: rings must be [L, B, R, K], vectors [T, K] of their type, places [T]");
   }
   const int64_t at = layer.typed_data()[0];
   if (at < 0 || at >= shape[0]) return refuse("store: layer out of range");
@@ -154,6 +164,9 @@ ffi::Error index_scores(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::Buffer<ffi:
   }
   const int64_t heads = shape[rank - 2], k = shape[rank - 1], count = field[rank - 2];
   const int64_t one = heads * k, rows = one ? int64_t(q.element_count()) / one : 0;
+  if (!has(weight, rows * heads) || !has(keys, rows * count * k)) {
+    return refuse("index_scores: weight must be [..., H], of every row of q");
+  }
   bool fits = false;
   const bool known = with_floats(q, [&](const auto* queries) {
     fits = with_floats(keys, [&](const auto* entries) {
@@ -233,6 +246,10 @@ ffi::Error index_cache(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::Buffer<ffi::
     return refuse("index_cache: ids and pages have two axes, slots are those of the pages");
   }
   const int64_t rows = shape[0], heads = shape[1], k = shape[2], n = ids.dimensions().back();
+  if (!has(weight, rows * heads) || !has(slot, rows) || !has(visible, rows) ||
+      !(common || ids.dimensions()[0] == rows)) {
+    return refuse("index_cache: weight must be [T, H], slot and visible [T]");
+  }
   const int64_t parts = (rows + kTogether - 1) / kTogether;
   std::fill_n(out->typed_data(), rows * n, -std::numeric_limits<float>::infinity());
   bool fits = false, inside = true;

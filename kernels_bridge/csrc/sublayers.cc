@@ -97,7 +97,6 @@ ffi::Error product(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w, Lay
   const int64_t own = strips > 1 ? kStrip : columns, blocks = (rows + kHeight - 1) / kHeight;
   bool fits = false;
   const bool known = with_floats(x, [&](const auto* from) {
-    using X = Plain<decltype(from)>;
     fits = weight.read([&](const auto* p) {
       in_parts(pool, groups * strips * blocks, rows * groups * columns * k, [&](int64_t part) {
         const int64_t g = part / (strips * blocks), r = part / strips % blocks * kHeight;
@@ -106,7 +105,7 @@ ffi::Error product(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w, Lay
         float* in = scratch<1>(count * (width + columns));
         float* out = in + count * width;
         unpack(from + (r * groups + g) * k, count, groups * k, k, in);
-        if (quantized) round_rows<X>(in, count, k, true);
+        if (quantized) quantize_fp8(in, count * k);
         if (floats) {
           multiply(in, count, p + (g * columns + n) * k, k, some,
                    static_cast<float*>(y->untyped_data()) + (r * groups + g) * columns + n,
@@ -129,8 +128,12 @@ ffi::Error product(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w, Lay
 // x [..., K], weight [K] -> [..., K].
 ffi::Error rms_norm(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer weight,
                     ffi::Result<ffi::AnyBuffer> y, float eps) {
-  const int64_t k = weight.element_count(), rows = k ? int64_t(x.element_count()) / k : 0;
-  if (!rows || x.dimensions().back() != k) return refuse("rms_norm: x must be [..., K], weight [K]");
+  const auto shape = x.dimensions();
+  const int64_t k = weight.element_count();
+  if (!k || shape.size() == 0 || shape.back() != k) {
+    return refuse("rms_norm: x must be [..., K], weight [K]");
+  }
+  const int64_t rows = int64_t(x.element_count()) / k;
   bool fits = false;
   const bool known = with_both(x, y, [&](const auto* from, auto* to) {
     fits = with_floats(weight, [&](const auto* w) {
@@ -146,7 +149,8 @@ ffi::Error rms_norm(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer weigh
 ffi::Error rotated(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Buffer<ffi::F32> cos,
                    ffi::Buffer<ffi::F32> sin, ffi::Result<ffi::AnyBuffer> y, float sign) {
   const auto shape = x.dimensions(), angle = cos.dimensions();
-  if (shape.size() != 3 || angle.size() != 2 || angle[0] != shape[0] || 2 * angle[1] > shape[2]) {
+  if (shape.size() != 3 || angle.size() != 2 || angle[0] != shape[0] || 2 * angle[1] > shape[2] ||
+      !(sin.dimensions() == angle)) {
     return refuse("rotated: x must be [T, H, K], cos and sin [T, R]");
   }
   const int64_t rows = shape[0], heads = shape[1], k = shape[2], pairs = angle[1];
@@ -173,7 +177,8 @@ ffi::Error mix(ffi::ThreadPool pool, ffi::AnyBuffer streams, ffi::AnyBuffer fn, 
   const auto shape = streams.dimensions();
   const Weight weight(fn, layer);
   if (shape.size() != 3 || shape[1] > kMostStreams || weight.bad ||
-      weight.k != shape[1] * shape[2] || weight.columns != shape[1] * (2 + shape[1])) {
+      weight.k != shape[1] * shape[2] || weight.columns != shape[1] * (2 + shape[1]) ||
+      !has(scale, 3) || !has(base, weight.columns)) {
     return refuse("mix: streams must be [T, C, D] and fn [C(2 + C), C * D], of at most 8 streams");
   }
   const int64_t rows = shape[0], c = shape[1], k = weight.k, width = padded(k), n = weight.columns;
@@ -204,8 +209,8 @@ ffi::Error mix(ffi::ThreadPool pool, ffi::AnyBuffer streams, ffi::AnyBuffer fn, 
 ffi::Error normed(ffi::ThreadPool pool, ffi::AnyBuffer weight, ffi::Buffer<ffi::F32> pre,
                   ffi::AnyBuffer streams, ffi::Result<ffi::AnyBuffer> y, float eps) {
   const auto shape = streams.dimensions();
-  if (shape.size() != 3 || int64_t(weight.element_count()) != shape[2]) {
-    return refuse("normed: streams must be [T, C, D], weight [D]");
+  if (shape.size() != 3 || !has(weight, shape[2]) || !has(pre, shape[0] * shape[1])) {
+    return refuse("normed: streams must be [T, C, D], weight [D], pre [T, C]");
   }
   const int64_t rows = shape[0], c = shape[1], d = shape[2];
   bool fits = false;
@@ -231,6 +236,9 @@ ffi::Error expand(ffi::ThreadPool pool, ffi::AnyBuffer y, ffi::Buffer<ffi::F32> 
     return refuse("expand: streams must be [T, C, D] and y [T, D] of one type");
   }
   const int64_t rows = shape[0], c = shape[1], d = shape[2];
+  if (!has(y, rows * d) || !has(post, rows * c) || !has(comb, rows * c * c)) {
+    return refuse("expand: y must be [T, D], post [T, C], comb [T, C, C]");
+  }
   const bool known = with_rows(streams, out, [&](const auto* from, auto* to) {
     const auto* own = static_cast<decltype(from)>(y.untyped_data());
     over_blocks(pool, rows, kHeight, 2 * rows * c * c * d, [&](int64_t r, int64_t end) {
@@ -258,6 +266,9 @@ ffi::Error route(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w, Layer
   const int64_t rows = shape[0], d = shape[1], count = weight.columns;
   const int64_t k = experts->dimensions()[1], width = padded(d);
   if (k > count) return refuse("route: more experts asked for than there are");
+  if (!has(bias, count) || !has(other, count) || !has(choice, rows)) {
+    return refuse("route: bias and other must be [E], choice [T]");
+  }
   bool fits = false;
   const bool known = with_floats(x, [&](const auto* from) {
     fits = weight.read([&](const auto* p) {
@@ -287,7 +298,8 @@ ffi::Error experts(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Buffer<ffi::S32>
   const bool shaped = in.size() == 2 && up.size() == 4 && down.size() == 4 && up[3] == in[1] &&
                       down[2] == in[1] && down[3] == up[2] && down[1] == up[1] &&
                       w3.dimensions() == up && w1.element_type() == w2.element_type() &&
-                      w1.element_type() == w3.element_type() && chosen.dimensions().size() == 2;
+                      w1.element_type() == w3.element_type() && chosen.dimensions().size() == 2 &&
+                      chosen.dimensions()[0] == in[0] && weights.dimensions() == chosen.dimensions();
   if (!shaped || (quantized && (in[1] % kGroup || up[2] % kGroup))) {
     return refuse("experts: x [T, D], w1 and w3 [L, E, N, D], w2 [L, E, D, N] of one type expected");
   }
@@ -310,7 +322,7 @@ ffi::Error experts(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Buffer<ffi::S32>
     over_blocks(pool, in[0], kHeight, 16 * in[0] * d, [&](int64_t r, int64_t end) {
       float* own = wide_x + r * width;
       unpack(from + r * d, end - r, d, d, own);
-      round_rows<X>(own, end - r, d, quantized);
+      if (quantized) quantize_fp8(own, (end - r) * d);
     });
     fits = with_floats(w1, [&](const auto* gate) {
       using W = Plain<decltype(gate)>;
@@ -376,7 +388,7 @@ ffi::Error shared(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w1, ffi
         const int64_t some = end - r;
         float *own = scratch<1>(some * (width + d)), *made = own + some * width;
         unpack(from + r * d, some, d, d, own);
-        round_rows<X>(own, some, d, quantized);
+        if (quantized) quantize_fp8(own, some * d);
         run_expert<X>(own, some, p, data<W>(w3) + up.at * n * d, data<W>(w2) + down.at * n * d, d, n,
                       limit, nullptr, quantized, made);
         each_wide(some * d, [&](int64_t i, auto few) {
