@@ -70,7 +70,7 @@ def _activate(up: jax.Array, gate: jax.Array, limit: float, numerics: Numerics) 
     return gate * jax.nn.sigmoid(gate) * up
 
 
-@nx.in_kernel(single.shared_expert, "cfg")
+@nx.in_kernel(single.shared_expert, "cfg", fits=single.shared_fits)
 @nx.by_name("cfg")
 def shared_expert(p: Any, x: jax.Array, cfg: ModelConfig, numerics: Numerics) -> jax.Array:
     """The always-active expert on x [T, D]."""

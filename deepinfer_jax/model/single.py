@@ -5,6 +5,7 @@ Each takes the arguments of the function in whose place it runs, by name.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax
@@ -46,7 +47,7 @@ def streams_fit(streams: jax.Array, **_: Any) -> bool:
 
 def rotated(x: jax.Array, angle: Rotation, inverse: bool, numerics: Numerics) -> jax.Array:
     """`rope.rotated`, of x [T, K] or [T, H, K]."""
-    heads = x.reshape(x.shape[0], -1, x.shape[-1])
+    heads = x.reshape(x.shape[0], math.prod(x.shape[1:-1]), x.shape[-1])
     return ffi.rotated(heads, angle.cos, angle.sin, inverse, x.dtype).reshape(x.shape)
 
 
@@ -67,14 +68,15 @@ def outputs(
     cfg: ModelConfig, numerics: Numerics,
 ) -> jax.Array:  # fmt: skip
     """What the chosen experts give, of `moe`: [T, k, D]."""
-    whole = tuple(nx.readable(stacks[name], numerics.dtype) for name in ("w1", "w3", "w2"))
+    whole = tuple(map(nx.readable, _weights(stacks)))
     quantized = cfg.quantized and numerics.quantize_activations
     x = x.astype(numerics.dtype)
     return ffi.experts(x, experts, weights, whole, layer, cfg.swiglu_limit, quantized)
 
 
 def outputs_fit(stacks: Any, numerics: Numerics, **_: Any) -> bool:
-    return all(nx.is_readable(stacks[name], numerics.dtype) for name in ("w1", "w3", "w2"))
+    weights = _weights(stacks)
+    return nx.alike(weights) and all(nx.is_readable(w, numerics.dtype) for w in weights)
 
 
 def activate(up: jax.Array, gate: jax.Array, limit: float, numerics: Numerics) -> jax.Array:
@@ -84,6 +86,14 @@ def activate(up: jax.Array, gate: jax.Array, limit: float, numerics: Numerics) -
 
 def shared_expert(p: Any, x: jax.Array, cfg: ModelConfig, numerics: Numerics) -> jax.Array:
     """`moe.shared_expert`."""
-    weights = tuple(nx.readable(p[name], numerics.dtype) for name in ("w1", "w3", "w2"))
+    w1, w3, w2 = (nx.readable(weight, numerics.dtype) for weight in _weights(p))
     quantized = cfg.quantized and numerics.quantize_activations
-    return ffi.shared(x.astype(numerics.dtype), weights, cfg.swiglu_limit, quantized)
+    return ffi.shared(x.astype(numerics.dtype), (w1, w3, w2), cfg.swiglu_limit, quantized)
+
+
+def shared_fits(p: Any, **_: Any) -> bool:
+    return nx.alike(_weights(p))
+
+
+def _weights(expert: Any) -> tuple[Any, Any, Any]:
+    return expert["w1"], expert["w3"], expert["w2"]

@@ -44,6 +44,7 @@ from deepinfer_jax.numerics.mapping import map_rows
 from deepinfer_jax.numerics.mixing import mixes
 from deepinfer_jax.numerics.naming import by_name
 from deepinfer_jax.numerics.products import (
+    alike,
     at_layer,
     dot,
     einsum,
@@ -83,6 +84,7 @@ __all__ = [
     "Form",
     "Groups",
     "Numerics",
+    "alike",
     "ascending",
     "at_layer",
     "attend",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, cast
 
 import jax
@@ -255,6 +255,16 @@ def is_readable(weight: Any, dtype: Any) -> bool:
     if isinstance(weight, quant.Quantized):
         return not stored.packed(weight)
     return weight.dtype in (jnp.bfloat16, jnp.dtype(dtype))
+
+
+def alike(weights: Iterable[Any]) -> bool:
+    """Whether weights are stored in one way, so that a kernel can take them together."""
+    layered = stored.Layered
+    return len({(stored.storage(w), isinstance(w, layered), _plain_type(w)) for w in weights}) == 1
+
+
+def _plain_type(weight: Any) -> str:
+    return "" if _is_stored(weight) else str(weight.dtype)
 
 
 def _is_stored(weight: Any) -> bool:

@@ -76,6 +76,31 @@ def shared() -> dict[str, Any]:
     }
 
 
+def chosen(rows: int) -> moe.Route:
+    """Some rows name an expert twice, some none at all, and one expert is nobody's."""
+    experts = np.random.default_rng(51).integers(0, E - 1, (rows, K)).astype(np.int32)
+    experts[::7] = 1 << 20
+    return moe.Route(jnp.asarray(experts), jnp.asarray(normal(52, rows, K)), jnp.zeros((rows, E)))
+
+
+def stacks(format: quant.Format) -> dict[str, Any]:
+    shapes = {"w1": (2, E, N, D), "w3": (2, E, N, D), "w2": (2, E, D, N)}
+    return {
+        name: stored(53 + i, *shape, format=format)
+        for i, (name, shape) in enumerate(shapes.items())
+    }
+
+
+def of_experts(numerics: Numerics, x: Any, routed: moe.Route) -> Any:
+    rows = text_rows(*[jnp.arange(x.shape[0])] * 3)
+    decoded = jax.tree.map(quant.decode_to_bits, stacks("fp4_group"), is_leaf=_is_weight)
+    return moe.routed_experts(decoded, 1, x, routed, E, rows, CFG, numerics)
+
+
+def _is_weight(leaf: Any) -> bool:
+    return not isinstance(leaf, dict)
+
+
 def cases(numerics: Numerics) -> dict[str, tuple[Any, list[Any]]]:
     """Every function that has a kernel: (function of rows and numerics, its rows [T, ...])."""
     x = functools.partial(normal, dtype=numerics.dtype)
@@ -100,6 +125,7 @@ def cases(numerics: Numerics) -> dict[str, tuple[Any, list[Any]]]:
             lambda n, x, image: moe.route(gate(), x, image, K, CFG, n), [x(2, ROWS, D), image],
         ),
         "shared": (lambda n, x: moe.shared_expert(shared(), x, CFG, n), [x(2, ROWS, D)]),
+        "experts": (of_experts, [x(2, ROWS, D), chosen(ROWS)]),
     }  # fmt: skip
 
 
@@ -207,21 +233,6 @@ def test_a_layer_that_is_none_is_refused():
 # -- experts ---------------------------------------------------------------------------------------
 
 
-def chosen(rows: int) -> moe.Route:
-    """Some rows name an expert twice, some none at all, and one expert is nobody's."""
-    experts = np.random.default_rng(51).integers(0, E - 1, (rows, K)).astype(np.int32)
-    experts[::7] = 1 << 20
-    return moe.Route(jnp.asarray(experts), jnp.asarray(normal(52, rows, K)), jnp.zeros((rows, E)))
-
-
-def stacks(format: quant.Format) -> dict[str, Any]:
-    shapes = {"w1": (2, E, N, D), "w3": (2, E, N, D), "w2": (2, E, D, N)}
-    return {
-        name: stored(53 + i, *shape, format=format)
-        for i, (name, shape) in enumerate(shapes.items())
-    }
-
-
 def test_experts_are_the_same_bits_however_they_are_stored(numerics):
     """Packed ones are decoded tile by tile, where the kernel of whole stacks does not run."""
     x = jnp.asarray(normal(56, ROWS, D, dtype=numerics.dtype))
@@ -230,12 +241,99 @@ def test_experts_are_the_same_bits_however_they_are_stored(numerics):
         lambda s: moe.routed_experts(s, 1, x, chosen(ROWS), E, rows, CFG, numerics)
     )  # fmt: skip
     packed = stacks("fp4_group")
-    decoded = jax.tree.map(quant.decode_to_bits, packed, is_leaf=lambda a: not isinstance(a, dict))
-    wide = jax.tree.map(
-        lambda a: quant.dequantize(a, jnp.float32), packed,
-        is_leaf=lambda a: not isinstance(a, dict),
-    )  # fmt: skip
-    want = bits(routed(decoded))
-    np.testing.assert_array_equal(bits(routed(packed)), want)
-    np.testing.assert_array_equal(bits(routed(wide)), want)
+    want = bits(routed(storages(packed)["bits"]))
+    for name, weights in storages(packed).items():
+        np.testing.assert_array_equal(bits(routed(weights)), want, err_msg=name)
     assert not want[::7].any()
+
+
+def storages(packed: dict[str, Any]) -> dict[str, Any]:
+    """The same weights in every way that they can be stored, and in different ways at once."""
+    ways = {
+        "packed": lambda a: a,
+        "bits": quant.decode_to_bits,
+        "bfloat16": lambda a: quant.dequantize(a, jnp.bfloat16),
+        "float32": lambda a: quant.dequantize(a, jnp.float32),
+    }
+    made = {way: {name: f(w) for name, w in packed.items()} for way, f in ways.items()}
+    for first in ways:
+        for last in ways:
+            if first != last:
+                made[f"{first} and {last}"] = {**made[first], "w2": made[last]["w2"]}
+    return made
+
+
+def test_a_shared_expert_is_the_same_bits_however_it_is_stored(numerics):
+    """Also where some of its weights are read in a stack of layers and others are not."""
+    x = jnp.asarray(normal(56, ROWS, D, dtype=numerics.dtype))
+    run = jax.jit(lambda p: moe.shared_expert(p, x, CFG, numerics))
+    shapes = {"w1": (2, N, D), "w3": (2, N, D), "w2": (2, D, N)}
+    packed = {
+        name: stored(61 + i, *shape, format="fp8_block")
+        for i, (name, shape) in enumerate(shapes.items())
+    }
+    every = storages(packed)
+    want = bits(run(nx.at_layer(every["bits"], 1, numerics)))
+    for name, weights in every.items():
+        own = run(nx.at_layer(weights, jnp.int32(1), numerics))
+        np.testing.assert_array_equal(bits(own), want, err_msg=name)
+
+
+# -- edges -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_rows_give_no_rows(name, numerics):
+    f, rows = cases(numerics)[name]
+    none = jax.tree.map(lambda a: a[:0], rows)
+    made, want = run(f, numerics, *none), run(f, numerics, *rows)
+    for own, other in zip(jax.tree.leaves(made), jax.tree.leaves(want), strict=True):
+        assert own.shape == (0, *other.shape[1:])
+
+
+@pytest.mark.parametrize("pattern", [0x7FC00000, 0x7FFF0000, 0xFFFF0000, 0x7FFFFFFF, 0x7F800000])
+def test_numbers_that_are_none_are_seen_behind_the_quantizer(pattern):
+    """Whatever the bits of a NaN; a group that has an infinity is none at all, as in `quant`."""
+    x, w = normal(71, 3, 64), normal(72, 5, 64)
+    sound = np.asarray(ffi.product(x[:, None], w, quantized=True))[:, 0]
+    x.view(np.uint32)[1, 40] = pattern
+    spoilt = np.asarray(ffi.product(x[:, None], w, quantized=True))[:, 0]
+    assert np.isnan(spoilt[1]).all()
+    np.testing.assert_array_equal(spoilt[[0, 2]], sound[[0, 2]])
+    each = np.asarray(ffi.product(x[:, None], np.eye(64, dtype=np.float32), quantized=True))
+    assert np.isnan(each).any(axis=(1, 2)).tolist() == [False, True, False]
+
+
+@pytest.mark.parametrize("streams", [1, 2, 5, 8, 9])
+def test_any_number_of_streams_gives_a_row_its_own_bits(streams, numerics):
+    """Nine are more than the kernels hold: the functions run themselves."""
+    cfg = dataclasses.replace(CFG, hc_mult=streams)
+    width = streams * (2 + streams)
+    p = {
+        "fn": normal(81, width, streams * 32, scale=0.1), "scale": normal(82, 3),
+        "base": normal(83, width),
+    }  # fmt: skip
+    x = normal(84, 37, streams, 32, dtype=numerics.dtype)
+
+    def through(numerics, x):
+        mixed = hyper.mix(p, x, cfg, numerics)
+        y = hyper.normed(normal(85, 32), mixed.pre, x, cfg, numerics)
+        return mixed, hyper.expand(y, mixed, x, numerics)
+
+    whole, want = run(through, numerics, x), run(through, plain(numerics), x)
+    for part in (slice(0, 1), slice(15, 18)):
+        few = run(through, numerics, x[part])
+        for own, all_rows in zip(jax.tree.leaves(few), jax.tree.leaves(whole), strict=True):
+            np.testing.assert_array_equal(bits(own), bits(all_rows)[part])
+    close = 1e-5 if numerics.dtype == "float32" else 5e-2
+    for own, other in zip(jax.tree.leaves(whole), jax.tree.leaves(want), strict=True):
+        own, other = (np.asarray(a, np.float64) for a in (own, other))
+        np.testing.assert_allclose(own, other, rtol=close, atol=close * np.abs(other).max())
+
+
+@pytest.mark.parametrize("k", [1, E])
+def test_of_equal_experts_the_lower_ones_are_chosen(k, numerics):
+    """One of them, or all."""
+    even = {**gate(), "weight": np.zeros((E, D), np.float32), "bias": np.zeros(E, np.float32)}
+    routed = moe.route(even, normal(91, 5, D), np.zeros(5, bool), k, CFG, numerics)
+    np.testing.assert_array_equal(routed.experts, np.tile(np.arange(k), (5, 1)))
