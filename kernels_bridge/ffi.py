@@ -65,6 +65,7 @@ _SUBLAYERS = handlers.Library(
         "shared",
     ),
 )
+MOST_STREAMS = 8  # of `mix` and `expand`
 _OF_ONE_ROW = ("attend", "index_scores")
 _ROUNDINGS = {"none": 0, "once": 1, "reference": 2}
 
@@ -131,9 +132,6 @@ def mix(
             _SUBLAYERS, "mix", shapes, streams, stack, layer, scale, base, attributes=attributes
         )
     )
-
-
-MOST_STREAMS = 8  # of `mix` and `expand`
 
 
 def normed(weight: jax.Array, pre: jax.Array, streams: jax.Array, eps: float) -> jax.Array:

@@ -300,7 +300,7 @@ def test_numbers_that_are_none_are_seen_behind_the_quantizer(pattern):
     spoilt = np.asarray(ffi.product(x[:, None], w, quantized=True))[:, 0]
     assert np.isnan(spoilt[1]).all()
     np.testing.assert_array_equal(spoilt[[0, 2]], sound[[0, 2]])
-    each = np.asarray(ffi.product(x[:, None], np.eye(64, dtype=np.float32), quantized=True))
+    each = np.asarray(ffi.product(x[:, None], jnp.eye(64), quantized=True))
     assert np.isnan(each).any(axis=(1, 2)).tolist() == [False, True, False]
 
 
@@ -335,5 +335,5 @@ def test_any_number_of_streams_gives_a_row_its_own_bits(streams, numerics):
 def test_of_equal_experts_the_lower_ones_are_chosen(k, numerics):
     """One of them, or all."""
     even = {**gate(), "weight": np.zeros((E, D), np.float32), "bias": np.zeros(E, np.float32)}
-    routed = moe.route(even, normal(91, 5, D), np.zeros(5, bool), k, CFG, numerics)
+    routed = moe.route(even, normal(91, 5, D), jnp.zeros(5, bool), k, CFG, numerics)
     np.testing.assert_array_equal(routed.experts, np.tile(np.arange(k), (5, 1)))
