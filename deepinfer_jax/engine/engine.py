@@ -22,8 +22,8 @@ from deepinfer_jax.engine import balance, pictures
 from deepinfer_jax.engine.balance import AS_IT_IS, Balance, Balancing
 from deepinfer_jax.engine.calls import Shown, calls, joint_calls
 from deepinfer_jax.engine.device import Device
-from deepinfer_jax.engine.flights import Flight, Seat, Update
-from deepinfer_jax.engine.seats import Work, edits_of, padded, sampling_of
+from deepinfer_jax.engine.flights import Flight, Update
+from deepinfer_jax.engine.seats import Seat, Work, edits_of, padded, sampling_of
 from deepinfer_jax.engine.sites import ONE, Site
 from deepinfer_jax.engine.sizes import MOST_STEPS, Sizes, enough_free, grown
 from deepinfer_jax.engine.statistics import Asked, Observer, Statistics, Tally, learnt
