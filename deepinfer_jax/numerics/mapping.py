@@ -17,8 +17,8 @@ ROWS_AT_ONCE = 256  # 640 slots of 512 bfloat16 for each are 168 MB
 def map_rows(f: Callable, rows: Any, shared: Any, numerics: Numerics) -> Any:
     """f(row, shared) for every leading index of the tree `rows`; f sees no other row.
 
-    Tiled: one row after another through one compiled body. Pallas: a few rows at a time through
-    `vmap`, which gives every kernel in f one more grid axis and every row its own programs; no more
+    Tiled: one row after another through one compiled body. Pallas and ffi: `ROWS_AT_ONCE` through
+    `vmap`, which gives every kernel in f one more axis and every row its own share of it; no more
     rows, since what f gathers for a row stands in memory. Batched: `vmap` of all. Gradients always
     take the batched form, since only the forward pass owes its bits to anyone.
     """
