@@ -24,9 +24,8 @@ def map_rows(f: Callable, rows: Any, shared: Any, numerics: Numerics) -> Any:
     """
     if numerics.rows == "tiled":
         return _map_in_order(f, rows, shared, None)
-    if (numerics.uses_pallas or numerics.rows == "ffi") and jax.tree.leaves(rows)[0].shape[
-        0
-    ] > ROWS_AT_ONCE:
+    count = jax.tree.leaves(rows)[0].shape[0]
+    if (numerics.uses_pallas or numerics.rows == "ffi") and count > ROWS_AT_ONCE:
         return _map_in_order(f, rows, shared, ROWS_AT_ONCE)
     return jax.vmap(f, in_axes=(0, None))(rows, shared)
 
