@@ -1,11 +1,10 @@
 """How long does a decode step take with us, with plain XLA, with torch and with transformers?
 
 The same slice of the released model for all (`released.py`), one after another on the same GPU in
-one run: ours with its kernels, with those in
-CUDA C++ for stored weights ("ours-cuda") and without any ("xla"); a step of plain torch written for this
-(`peers/torch_step.py`, which a test compares with ours), called and as a CUDA graph, with its small
-pieces compiled, and with FlashMLA's attention where that is installed; and transformers' nearest
-model. What is stored how, and what differs, stands in each one's `stored`. Every peer runs in a
+one run: ours with its kernels, with those in CUDA C++ for stored weights ("ours-cuda") and without
+any ("xla"); a step of plain torch written for this (`peers/torch_step.py`, which a test compares
+with ours), called and as a CUDA graph, with its small pieces compiled, and with FlashMLA's
+attention where that is installed; and transformers' nearest model. What is stored how, and what differs, stands in each one's `stored`. Every peer runs in a
 process of its own and within a time of its own, so that one that fails takes no other with it.
 
     python bench/gpu_peers.py --machine h200
@@ -34,8 +33,9 @@ from environment import ROOT, write_result
 from deepinfer_jax.numerics import Numerics
 
 MODULES = {
-    "ours": "ours", "ours-cuda": "ours", "xla": "ours", "torch-eager": "plain", "torch-graph": "plain",
-    "torch-graph-gathered": "plain", "torch-compiled": "plain", "torch-flashmla": "plain",
+    "ours": "ours", "ours-cuda": "ours", "xla": "ours", "torch-eager": "plain",
+    "torch-graph": "plain", "torch-graph-gathered": "plain", "torch-compiled": "plain",
+    "torch-flashmla": "plain",
     "transformers": "hub",
 }  # fmt: skip
 NEEDS = {"plain": ("torch",), "hub": ("torch", "transformers"), "ours": ()}

@@ -4,8 +4,10 @@ A step: `scheduling` says what is next, `Engine` makes calls of the few programs
 it, whose shapes come from `sizes` as far as `memory` allows and which `warming` can compile ahead;
 `device` holds their state and makes the calls in a thread of its own; `sites` says on which devices
 that is, `spread` has the programs over a mesh, `balance` says when experts move there;
-`seats` keeps what has come of each request, `statistics` what it cost, `watch` for how long the
-device had nothing to do.
+`calls` cuts the prompt rows of a step into calls, `pictures` puts images among them, `structured`
+has the masks of grammars; `flights` is what is on its way back. `seats` keeps what has come of each
+request, `statistics` what it cost, `watch` for how long the device had nothing to do. `runs` puts
+an engine of the right sizes together.
 """
 
 from deepinfer_jax.engine.engine import Engine

@@ -22,12 +22,12 @@ from deepinfer_jax.engine import balance, pictures
 from deepinfer_jax.engine.balance import AS_IT_IS, Balance, Balancing
 from deepinfer_jax.engine.calls import Shown, calls, joint_calls
 from deepinfer_jax.engine.device import Device
-from deepinfer_jax.engine.flights import Flight, Seat, Update
-from deepinfer_jax.engine.seats import Work, edits_of, padded, sampling_of
+from deepinfer_jax.engine.flights import Flight, Update
+from deepinfer_jax.engine.seats import Seat, Work, edits_of, padded, sampling_of
 from deepinfer_jax.engine.sites import ONE, Site
 from deepinfer_jax.engine.sizes import MOST_STEPS, Sizes, enough_free, grown
 from deepinfer_jax.engine.statistics import Asked, Observer, Statistics, Tally, learnt
-from deepinfer_jax.engine.structured import Looked, Structured
+from deepinfer_jax.engine.structured import StepMasks, Structured
 from deepinfer_jax.engine.warming import Warming, compiled, needs, planned
 from deepinfer_jax.engine.watch import Watch
 from deepinfer_jax.grammar import GrammarError
@@ -340,8 +340,8 @@ class Engine:
         packed, ended = None, []
         sampling = {*ends, *step.decode}
         if sampling & set(self._ruled()):
-            looked = self._looked(sampling, np.zeros((self._sizes.slots, 0), np.int32))
-            packed, ended = looked.packed[:, 0], self._end(looked.failures())
+            masks = self._masks(sampling, np.zeros((self._sizes.slots, 0), np.int32))
+            packed, ended = masks.packed[:, 0], self._end(masks.failures())
         beside, model = self._marked(step.decode), self._model
         self._filled |= {chunk.job for chunk in step.chunks}
         own, parts = self._sizes.of_part(self._site.parts), self._site.parts
@@ -374,12 +374,12 @@ class Engine:
         drafts, confidence = np.zeros((b, 0), np.int32), np.zeros((b, 0), np.float32)
         asked = self._tally.ask("grammar", b * (move.size + 1), len(slots), self.usage())
         if move.size:
-            first = self._looked(slots, drafts).packed[:, 0]
+            first = self._masks(slots, drafts).packed[:, 0]
             proposed = self._device.propose(only, first, move.size).result()
             drafts, confidence = self._watch.read(proposed)
-        looked = self._looked(slots, drafts)
-        ended = self._end(looked.failures())
-        made = self._device.settle(only, drafts, confidence, looked.legal, looked.packed)
+        masks = self._masks(slots, drafts)
+        ended = self._end(masks.failures())
+        made = self._device.settle(only, drafts, confidence, masks.legal, masks.packed)
         self._fly(made, move.size + 1, asked)
         return ended
 
@@ -394,7 +394,7 @@ class Engine:
         seated = {slot for slot, seat in enumerate(self._seats) if seat is not None}
         return None if seated <= set(slots) else self._marked(slots)
 
-    def _looked(self, slots: Collection[int], drafts: np.ndarray) -> Looked:
+    def _masks(self, slots: Collection[int], drafts: np.ndarray) -> StepMasks:
         """Masks of these slots, along drafts [B, N]."""
         works = [work if slot in slots else None for slot, work in enumerate(self._working())]
         return self._structured.masks(works, drafts)

@@ -8,7 +8,7 @@ from concurrent.futures import Future
 
 import jax
 
-from deepinfer_jax.engine.seats import Work
+from deepinfer_jax.engine.seats import Seat
 from deepinfer_jax.engine.statistics import Asked
 from deepinfer_jax.planning.policies import Move
 from deepinfer_jax.requests import Result
@@ -26,13 +26,6 @@ class Update:
     tokens: int
     result: Result | None = None
     error: Exception | None = None
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Seat:
-    """One stay of a request in a slot: a preempted one comes back to another."""
-
-    work: Work
 
 
 @dataclasses.dataclass(frozen=True)

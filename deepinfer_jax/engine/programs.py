@@ -1,4 +1,8 @@
-"""What the engine runs on the device. All donate the state that they return."""
+"""What the engine runs on the device.
+
+The cache that a program changes is donated to it, as are the edits of `edit_program` and the
+snapshots of `take_program`; `Running` is not.
+"""
 
 from __future__ import annotations
 

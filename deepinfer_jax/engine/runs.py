@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from deepinfer_jax.engine.balance import AS_IT_IS, Balancing
-from deepinfer_jax.engine.engine import Engine, Update
+from deepinfer_jax.engine.engine import Engine
+from deepinfer_jax.engine.flights import Update
 from deepinfer_jax.engine.memory import fitted, free_bytes
 from deepinfer_jax.engine.sites import ONE, Site
 from deepinfer_jax.engine.sizes import sizes_for, slots_for

@@ -1,4 +1,4 @@
-"""Requests at work, on the host: what has come of each, and what makes it a result."""
+"""Requests at work, on the host: where each sits, what has come of it, what makes it a result."""
 
 from __future__ import annotations
 
@@ -112,6 +112,15 @@ class Work:
                 self.admitted, self.first_token, now, self.rounds, self.verified, self.accepted
             ),
         )
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Seat:
+    """One stay of a request in a slot. A preempted request comes back to another seat, in the same
+    slot perhaps, so what rounds emitted for the one before is told apart by identity.
+    """
+
+    work: Work
 
 
 def _numbers(sampled: Sampled) -> tuple:

@@ -75,16 +75,16 @@ class Structured:
         self._compiling = rest
         return found
 
-    def masks(self, works: Sequence[Work | None], drafts: np.ndarray) -> Looked:
+    def masks(self, works: Sequence[Work | None], drafts: np.ndarray) -> StepMasks:
         """Masks of those `works`, one of every slot, that have a grammar, along drafts [B, N]."""
         assert self._compiler is not None, "no request has a grammar"
-        looked = [
+        found = [
             self._masks(work, work.state, row) if work and work.state else None
             for work, row in zip(works, drafts.tolist(), strict=True)
         ]
-        packed = grammar.stack(looked, drafts.shape[1] + 1, self._compiler.vocabulary)
-        legal = [one.legal if one else drafts.shape[1] for one in looked]
-        return Looked(packed, np.array(legal, np.int32), tuple(looked))
+        packed = grammar.stack(found, drafts.shape[1] + 1, self._compiler.vocabulary)
+        legal = [one.legal if one else drafts.shape[1] for one in found]
+        return StepMasks(packed, np.array(legal, np.int32), tuple(found))
 
     def _masks(self, work: Work, state: State, drafts: list[int]) -> Masks:
         """Of one request; failed where its edits leave nothing of what the grammar allows next.
@@ -115,8 +115,10 @@ class Structured:
 
 
 @dataclasses.dataclass(frozen=True)
-class Looked:
-    """packed [B, N + 1, W] uint32, legal [B]: leading drafts that may be verified."""
+class StepMasks:
+    """Masks of all slots for one call: packed [B, N + 1, W] uint32, legal [B]: leading drafts that
+    may be verified.
+    """
 
     packed: np.ndarray
     legal: np.ndarray

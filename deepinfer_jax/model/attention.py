@@ -165,8 +165,10 @@ class Reach:
     length: int = 0
 
 
-def _slots_of_row(row: Any, shared: Any, reach: Reach) -> tuple[jax.Array, jax.Array]:
-    """The slots of one query row in position order: keys [slots, Hd] and mask [slots]."""
+def _keys_of_row(row: Any, shared: Any, reach: Reach) -> tuple[jax.Array, jax.Array]:
+    """What one query row sees, in position order: keys [W + S, Hd] and mask [W + S],
+    without entries [W].
+    """
     _, slot, position, floor, selected, fetched = row
     new, ring, entries, spans, _ = shared
     wanted = position - reach.window + 1 + jnp.arange(reach.window, dtype=jnp.int32)
@@ -186,8 +188,8 @@ def _slots_of_row(row: Any, shared: Any, reach: Reach) -> tuple[jax.Array, jax.A
 
 
 def attend_row(row: Any, shared: Any, reach: Reach, numerics: Numerics) -> jax.Array:
-    """One query row: gather its slots and attend."""
-    keys, mask = _slots_of_row(row, shared, reach)
+    """One query row: gather its keys and attend."""
+    keys, mask = _keys_of_row(row, shared, reach)
     return nx.attend(row[0], keys, mask, shared[-1], reach.scale, numerics, reach.window)
 
 
@@ -221,7 +223,7 @@ def attend(
 
 
 def _probabilities_of_row(row: Any, shared: Any, reach: Reach, numerics: Numerics) -> jax.Array:
-    keys, mask = _slots_of_row(row, shared, reach)
+    keys, mask = _keys_of_row(row, shared, reach)
     return nx.attention_probabilities(row[0], keys, mask, shared[-1], reach.scale, numerics)
 
 

@@ -1,8 +1,9 @@
 """One backbone block: Engram, tap, compressed KV, attention, MoE (docs/model.md 4.1, 4.2).
 
 `Call` is what all blocks of one forward share, `Stream` what flows through them. A block is `enter`
-(everything that needs all rows) followed by `attention_part` and `moe_part`; between the two a
-prefill may drop rows at the decoder boundary.
+(everything that needs all rows) followed by `attention_part` and `moe_part`; behind `enter` a
+prefill may drop rows at the decoder boundary. `looped` runs the parts of these itself:
+`write_engram` and `publish`, then `ask`, `look` and `answer`, then `moe_part`.
 """
 
 from __future__ import annotations

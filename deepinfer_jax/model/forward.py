@@ -2,6 +2,10 @@
 
 docs/model.md 4, 10, 11. The head is separate (`head.logits`), so that only rows whose logits matter
 pay for them.
+
+There are two ways through the layers, with the same bits: one loop whose branches are the roles
+(`looped`), where that serves, else the units of `program` in a row, which is also the way of a
+replay, of shared rows and of a capture.
 """
 
 from __future__ import annotations
@@ -252,8 +256,8 @@ def _run_unit(call: Call, unit: Unit, s: Stream, remat: bool) -> Stream:
     if unit.repeat == 1:
         return copy(unit.first, s)
     starts = unit.first + unit.size * np.arange(unit.repeat, dtype=np.int32)
-    looped, _ = lax.scan(lambda s, first: (copy(first, s), None), s, jnp.asarray(starts))
-    return cast(Stream, looped)
+    after, _ = lax.scan(lambda s, first: (copy(first, s), None), s, jnp.asarray(starts))
+    return cast(Stream, after)
 
 
 def _compact(call: Call, s: Stream, kept: int) -> tuple[Call, Stream]:
@@ -315,7 +319,7 @@ def forward(
     Returns:
       (Hidden, cache). `cache.lengths` is left alone: which rows count is the caller's decision.
 
-    Raises ValueError, before anything is compiled, for sizes beyond the tables (see `make_call`)
+    Raises ValueError, before anything is compiled, for sizes beyond the tables (see `make_call`),
     for a replay that the config or the cache cannot keep, and for layers that have not what
     `capture` wants of them.
     """

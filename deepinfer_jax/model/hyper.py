@@ -17,7 +17,7 @@ from jax import lax
 from deepinfer_jax import numerics as nx
 from deepinfer_jax import summaries
 from deepinfer_jax.config import ModelConfig
-from deepinfer_jax.model import single
+from deepinfer_jax.model import cpu_kernels
 from deepinfer_jax.numerics import Numerics
 
 
@@ -47,7 +47,7 @@ def raw_mixes(p: Any, streams: jax.Array, cfg: ModelConfig, numerics: Numerics) 
 
 
 @jax.named_scope("mhc")
-@nx.in_kernel(single.mix, "cfg", fits=single.mixes_fit, result=Mix)
+@nx.in_kernel(cpu_kernels.mix, "cfg", fits=cpu_kernels.mixes_fit, result=Mix)
 def mix(p: Any, streams: jax.Array, cfg: ModelConfig, numerics: Numerics) -> Mix:
     """The three mixes of one sub-layer from its incoming streams [T, C, D]."""
     return split(raw_mixes(p, streams, cfg, numerics), p, cfg, numerics)
@@ -69,7 +69,7 @@ def collapse(pre: jax.Array, streams: jax.Array, numerics: Numerics) -> jax.Arra
 
 
 @jax.named_scope("mhc")
-@nx.in_kernel(single.normed, "cfg")
+@nx.in_kernel(cpu_kernels.normed, "cfg")
 @nx.by_name("cfg")
 def normed(
     weight: jax.Array, pre: jax.Array, streams: jax.Array, cfg: ModelConfig, numerics: Numerics
@@ -80,7 +80,7 @@ def normed(
 
 
 @jax.named_scope("mhc")
-@nx.in_kernel(single.expand, fits=single.streams_fit)
+@nx.in_kernel(cpu_kernels.expand, fits=cpu_kernels.streams_fit)
 @nx.by_name()
 def expand(y: jax.Array, mixed: Mix, streams: jax.Array, numerics: Numerics) -> jax.Array:
     """Write a sub-layer output y [T, D] back: post * y + comb applied to the incoming streams."""

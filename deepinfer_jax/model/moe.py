@@ -14,7 +14,7 @@ from jax import lax
 from deepinfer_jax import numerics as nx
 from deepinfer_jax import summaries
 from deepinfer_jax.config import ModelConfig
-from deepinfer_jax.model import exchange, single
+from deepinfer_jax.model import cpu_kernels, exchange
 from deepinfer_jax.numerics import Numerics
 from deepinfer_jax.rows import Rows
 
@@ -50,7 +50,7 @@ def choose_experts(scores: jax.Array, bias: jax.Array, k: int, cfg: ModelConfig)
     return Route(experts, picked * np.float32(cfg.routed_scaling_factor), scores)
 
 
-@nx.in_kernel(single.route, "k", "cfg", result=Route)
+@nx.in_kernel(cpu_kernels.route, "k", "cfg", result=Route)
 @nx.by_name("k", "cfg")
 def route(
     gate: Any, x: jax.Array, image: jax.Array, k: int, cfg: ModelConfig, numerics: Numerics
@@ -62,7 +62,7 @@ def route(
     return choose_experts(router_scores(gate, x, cfg, numerics), bias, k, cfg)
 
 
-@nx.in_kernel(single.activate, "limit")
+@nx.in_kernel(cpu_kernels.activate, "limit")
 def _activate(up: jax.Array, gate: jax.Array, limit: float, numerics: Numerics) -> jax.Array:
     """silu(min(gate, limit)) * clip(up): the gate branch is clamped from above only. float32."""
     up = jnp.clip(up.astype(jnp.float32), -limit, limit)
@@ -70,7 +70,7 @@ def _activate(up: jax.Array, gate: jax.Array, limit: float, numerics: Numerics) 
     return gate * jax.nn.sigmoid(gate) * up
 
 
-@nx.in_kernel(single.shared_expert, "cfg", fits=single.shared_fits)
+@nx.in_kernel(cpu_kernels.shared_expert, "cfg", fits=cpu_kernels.shared_fits)
 @nx.by_name("cfg")
 def shared_expert(p: Any, x: jax.Array, cfg: ModelConfig, numerics: Numerics) -> jax.Array:
     """The always-active expert on x [T, D]."""
@@ -113,7 +113,7 @@ def routed_experts(
     return nx.ordered_sum([y[:, i] for i in range(y.shape[1])])
 
 
-@nx.in_kernel(single.outputs, "cfg", fits=single.outputs_fit)
+@nx.in_kernel(cpu_kernels.outputs, "cfg", fits=cpu_kernels.outputs_fit)
 def _outputs(
     stacks: Any, layer: Any, x: jax.Array, experts: jax.Array, weights: jax.Array,
     cfg: ModelConfig, numerics: Numerics,

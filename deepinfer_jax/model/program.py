@@ -3,7 +3,7 @@
 A backbone is cut into units before every index source (a source and the layers that reuse it) and
 wherever the compression ratio changes, as between window-only layers and others. Equal neighbouring
 units become one loop, equal neighbouring layers inside a unit another. Program size then depends on
-the number of different roles, hardly on depth.
+the number of different roles, hardly on depth. Forms of a CPU mostly go one further (`looped`).
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from deepinfer_jax import numerics
-from deepinfer_jax.model import single
+from deepinfer_jax.model import cpu_kernels
 from deepinfer_jax.numerics import Numerics
 from deepinfer_jax.tables import Rotation
 
@@ -20,7 +20,7 @@ def at(table: Rotation, positions: jax.Array) -> Rotation:
     return Rotation(table.cos[clipped], table.sin[clipped])
 
 
-@numerics.in_kernel(single.rotated, "inverse")
+@numerics.in_kernel(cpu_kernels.rotated, "inverse")
 @numerics.by_name("inverse")
 def rotated(x: jax.Array, angle: Rotation, inverse: bool, numerics: Numerics) -> jax.Array:
     """`rotate`, by its name in the plain form."""

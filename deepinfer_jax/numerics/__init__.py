@@ -55,6 +55,7 @@ from deepinfer_jax.numerics.products import (
     prepared,
     readable,
 )
+from deepinfer_jax.numerics.replacing import in_kernel
 from deepinfer_jax.numerics.scores import (
     attend,
     attend_cache,
@@ -66,7 +67,6 @@ from deepinfer_jax.numerics.scores import (
     store_in_place,
 )
 from deepinfer_jax.numerics.settings import Form, Numerics
-from deepinfer_jax.numerics.single import in_kernel
 from deepinfer_jax.numerics.sums import (
     axis_sum,
     integer_sums,

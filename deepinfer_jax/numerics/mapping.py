@@ -17,16 +17,15 @@ ROWS_AT_ONCE = 256  # 640 slots of 512 bfloat16 for each are 168 MB
 def map_rows(f: Callable, rows: Any, shared: Any, numerics: Numerics) -> Any:
     """f(row, shared) for every leading index of the tree `rows`; f sees no other row.
 
-    Tiled: one row after another through one compiled body. Pallas: a few rows at a time through
-    `vmap`, which gives every kernel in f one more grid axis and every row its own programs; no more
+    Tiled: one row after another through one compiled body. Pallas and ffi: `ROWS_AT_ONCE` through
+    `vmap`, which gives every kernel in f one more axis and every row its own share of it; no more
     rows, since what f gathers for a row stands in memory. Batched: `vmap` of all. Gradients always
     take the batched form, since only the forward pass owes its bits to anyone.
     """
     if numerics.rows == "tiled":
         return _map_in_order(f, rows, shared, None)
-    if (numerics.uses_pallas or numerics.rows == "ffi") and jax.tree.leaves(rows)[0].shape[
-        0
-    ] > ROWS_AT_ONCE:
+    count = jax.tree.leaves(rows)[0].shape[0]
+    if (numerics.uses_pallas or numerics.rows == "ffi") and count > ROWS_AT_ONCE:
         return _map_in_order(f, rows, shared, ROWS_AT_ONCE)
     return jax.vmap(f, in_axes=(0, None))(rows, shared)
 

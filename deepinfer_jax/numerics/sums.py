@@ -12,8 +12,8 @@ from jax import lax
 from deepinfer_jax.numerics.elements import FLOAT_MAX, finite_max, pin, quotient, round_to
 from deepinfer_jax.numerics.naming import by_name
 from deepinfer_jax.numerics.pallas import rows as kernels
+from deepinfer_jax.numerics.replacing import in_kernel
 from deepinfer_jax.numerics.settings import Numerics
-from deepinfer_jax.numerics.single import in_kernel
 from kernels_bridge import ffi
 
 _LANES, _WIDE_LANES, _WIDE = 16, 512, 8192

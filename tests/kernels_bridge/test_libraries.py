@@ -242,7 +242,7 @@ def attended(
 ) -> Any:  # fmt: skip
     """`model.attention.attend` by FlashMLA: each row's keys as a table of its own."""
     each = (q, jnp.maximum(rows.slots, 0), rows.positions, floor, selected, fetched)
-    slots = functools.partial(engine_attention._slots_of_row, reach=reach)
+    slots = functools.partial(engine_attention._keys_of_row, reach=reach)
     keys, mask = jax.vmap(slots, (0, None))(each, (new, ring, entries, spans, sink))
     count, width, size = keys.shape
     ids = jnp.arange(count * width, dtype=jnp.int32).reshape(count, width)

@@ -1,4 +1,4 @@
-"""Functions of the model as the single kernels of `rows="ffi"` (`numerics.in_kernel`).
+"""Functions of the model as C++ kernels, one call each, for `rows="ffi"` (`numerics.in_kernel`).
 
 Each takes the arguments of the function in whose place it runs, by name.
 """
@@ -67,7 +67,7 @@ def outputs(
     stacks: Any, layer: Any, x: jax.Array, experts: jax.Array, weights: jax.Array,
     cfg: ModelConfig, numerics: Numerics,
 ) -> jax.Array:  # fmt: skip
-    """What the chosen experts give, of `moe`: [T, k, D]."""
+    """`moe._outputs`: what the chosen experts give, [T, k, D]."""
     whole = tuple(map(nx.readable, _weights(stacks)))
     quantized = cfg.quantized and numerics.quantize_activations
     x = x.astype(numerics.dtype)
@@ -80,7 +80,7 @@ def outputs_fit(stacks: Any, numerics: Numerics, **_: Any) -> bool:
 
 
 def activate(up: jax.Array, gate: jax.Array, limit: float, numerics: Numerics) -> jax.Array:
-    """`moe.activate`."""
+    """`moe._activate`."""
     return ffi.activate(gate, up, limit)
 
 

@@ -1,4 +1,4 @@
-"""Functions that are one kernel each for `rows="ffi"`, and plain operations in the other forms.
+"""C++ kernels in the place of functions for `rows="ffi"`; other forms run the functions.
 
 What stands in the function is the definition, and the gradient: a kernel computes the same with its
 own order of sums and its own exponentials.
