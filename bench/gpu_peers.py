@@ -4,8 +4,9 @@ The same slice of the released model for all (`released.py`), one after another 
 one run: ours with its kernels, with those in CUDA C++ for stored weights ("ours-cuda") and without
 any ("xla"); a step of plain torch written for this (`peers/torch_step.py`, which a test compares
 with ours), called and as a CUDA graph, with its small pieces compiled, and with FlashMLA's
-attention where that is installed; and transformers' nearest model. What is stored how, and what differs, stands in each one's `stored`. Every peer runs in a
-process of its own and within a time of its own, so that one that fails takes no other with it.
+attention where that is installed; and transformers' nearest model. What is stored how, and what
+differs, stands in each one's `stored`. Every peer runs in a process of its own and within a time of
+its own, so that one that fails takes no other with it.
 
     python bench/gpu_peers.py --machine h200
     python bench/gpu_peers.py --machine h200 --peers ours torch-graph --cells 1,262144 64,262144
