@@ -31,8 +31,7 @@ from deepinfer_jax import quant
 from deepinfer_jax.cache import Cache
 from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.model.forward import forward
-from deepinfer_jax.numerics import Numerics
-from deepinfer_jax.numerics.pallas import stored
+from deepinfer_jax.numerics import Numerics, stored
 from deepinfer_jax.rows import text_rows
 
 PRODUCTS = ("product", "grouped_product", "few_rows", "many_rows", "gemm", "cutlass", "nvjet")

@@ -16,8 +16,7 @@ import pytest
 from deepinfer_jax import numerics as nx
 from deepinfer_jax import quant
 from deepinfer_jax.determinism.equality import bits
-from deepinfer_jax.numerics import Numerics, cuda, forms
-from deepinfer_jax.numerics.pallas import stored
+from deepinfer_jax.numerics import Numerics, cuda, forms, stored
 from kernels_bridge import cuda as kernels
 from kernels_bridge.machine import probe
 from tests import test_numerics as primitives

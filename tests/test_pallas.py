@@ -17,8 +17,8 @@ from deepinfer_jax import numerics as nx
 from deepinfer_jax import quant
 from deepinfer_jax.determinism.equality import bits
 from deepinfer_jax.numerics import Numerics, rows_for, startup
+from deepinfer_jax.numerics import stored as addressing
 from deepinfer_jax.numerics.pallas import grouped, products, schedule
-from deepinfer_jax.numerics.pallas import stored as addressing
 from deepinfer_jax.numerics.pallas.schedule import Schedule
 from kernels_bridge.machine import named
 from tests import test_numerics as primitives

@@ -16,8 +16,9 @@ import jax
 import jax.numpy as jnp
 
 from deepinfer_jax import quant
+from deepinfer_jax.numerics import stored
 from deepinfer_jax.numerics.elements import round_to
-from deepinfer_jax.numerics.pallas import products, stored
+from deepinfer_jax.numerics.pallas import products
 from kernels_bridge import cuda as kernels
 
 BLOCK, OUTPUTS = 128, 32  # K and N are multiples

@@ -11,10 +11,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from deepinfer_jax.numerics import cuda, tiles
+from deepinfer_jax.numerics import cuda, stored, tiles
 from deepinfer_jax.numerics.elements import float_weight, round_to
 from deepinfer_jax.numerics.pallas import grouped as kernels
-from deepinfer_jax.numerics.pallas import stored
 from deepinfer_jax.numerics.products import contract, prepared
 from deepinfer_jax.numerics.settings import Numerics
 from kernels_bridge import ffi

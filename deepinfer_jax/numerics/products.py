@@ -11,10 +11,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from deepinfer_jax import quant
-from deepinfer_jax.numerics import cuda, tiles
+from deepinfer_jax.numerics import cuda, stored, tiles
 from deepinfer_jax.numerics.elements import float_weight, round_to
 from deepinfer_jax.numerics.pallas import products as kernels
-from deepinfer_jax.numerics.pallas import stored
 from deepinfer_jax.numerics.settings import Numerics
 from kernels_bridge import ffi
 

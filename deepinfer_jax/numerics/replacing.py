@@ -14,7 +14,7 @@ from typing import Any, TypeVar, cast
 
 import jax
 
-from deepinfer_jax.numerics.pallas import stored
+from deepinfer_jax.numerics import stored
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 

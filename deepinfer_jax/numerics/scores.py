@@ -10,8 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from deepinfer_jax.numerics import stored
 from deepinfer_jax.numerics.elements import finite_max, pin, round_to
-from deepinfer_jax.numerics.pallas import attending, indexing, stored
+from deepinfer_jax.numerics.pallas import attending, indexing
 from deepinfer_jax.numerics.pallas import scores as kernels
 from deepinfer_jax.numerics.products import contract, precision
 from deepinfer_jax.numerics.settings import Numerics

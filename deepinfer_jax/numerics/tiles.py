@@ -15,8 +15,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from deepinfer_jax.numerics import cuda
-from deepinfer_jax.numerics.pallas import schedule, stored
+from deepinfer_jax.numerics import cuda, stored
+from deepinfer_jax.numerics.pallas import schedule
 from deepinfer_jax.numerics.settings import Numerics
 
 _READ = 16  # rows that take as long as reading the weight: a tile's cost beside its own rows

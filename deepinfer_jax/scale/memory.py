@@ -17,9 +17,8 @@ from deepinfer_jax import axes, cache, info, params, quant, tables
 from deepinfer_jax.axes import EXPERT
 from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.model import dealt
-from deepinfer_jax.numerics import Numerics
+from deepinfer_jax.numerics import Numerics, stored
 from deepinfer_jax.numerics.mapping import ROWS_AT_ONCE
-from deepinfer_jax.numerics.pallas import stored
 from deepinfer_jax.numerics.pallas.products import DECODED_ROWS
 from deepinfer_jax.scale.layouts import Layout
 from deepinfer_jax.scale.workload import Call, Workload

@@ -15,8 +15,7 @@ import pytest
 
 from deepinfer_jax import numerics as nx
 from deepinfer_jax import quant
-from deepinfer_jax.numerics import Numerics, cuda, forms, startup
-from deepinfer_jax.numerics.pallas import stored
+from deepinfer_jax.numerics import Numerics, cuda, forms, startup, stored
 from kernels_bridge import building, handlers
 from kernels_bridge import cuda as kernels
 from kernels_bridge.building import NoKernelsError

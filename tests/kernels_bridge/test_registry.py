@@ -100,7 +100,7 @@ HELD = {
 }
 # `schedule` and `stored` hold no kernel.
 CALLS = re.compile(
-    r"^from (kernels_bridge import (ffi|cuda)|\S+\.pallas import (?!schedule|stored))", re.M
+    r"^from (kernels_bridge import (ffi|cuda)|\S+\.pallas import (?!schedule))", re.M
 )
 
 

@@ -12,7 +12,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-from deepinfer_jax.numerics.pallas import decoding, schedule, stored, walk
+from deepinfer_jax.numerics import stored
+from deepinfer_jax.numerics.pallas import decoding, reading, schedule, walk
 from deepinfer_jax.numerics.pallas.schedule import Schedule
 
 
@@ -36,10 +37,10 @@ def _kernel(
             if k % how.depth:
                 inside = inside & (column + lax.iota(jnp.int32, how.depth) < k)[None, :]
             mask = jnp.broadcast_to(inside, (how.rows, how.depth))
-            return stored.load(x_ref, (), pl.ds(first, how.rows), pl.ds(column, how.depth), mask)
+            return reading.load(x_ref, (), pl.ds(first, how.rows), pl.ds(column, how.depth), mask)
 
         limits = (n, k) if k % how.depth or n % how.columns else None
-        place = stored.Place(
+        place = reading.Place(
             weights, kind, lead, base, how.columns, how.depth, limits, x_ref.dtype, how.turned,
             assembly,
         )  # fmt: skip

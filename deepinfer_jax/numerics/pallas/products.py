@@ -16,8 +16,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
 from deepinfer_jax import quant
+from deepinfer_jax.numerics import stored
 from deepinfer_jax.numerics.elements import round_to
-from deepinfer_jax.numerics.pallas import decoding, schedule, stored, walk
+from deepinfer_jax.numerics.pallas import decoding, reading, schedule, walk
 from deepinfer_jax.numerics.pallas.schedule import Schedule
 
 _FEW_TILES = 132  # with fewer tiles than this, the parts of K run side by side
@@ -63,7 +64,7 @@ def _kernel(
         return triton.load(at, mask=mask, other=jnp.zeros((), x_ref.dtype))
 
     limits = None if whole_k and n % how.columns == 0 else ((group + 1) * n, k)
-    place = stored.Place(
+    place = reading.Place(
         weights, kind, lead, base, how.columns, how.depth, limits, dtype, how.turned, assembly
     )  # fmt: skip
     w = place.early, place.tile
