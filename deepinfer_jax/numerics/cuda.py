@@ -9,7 +9,6 @@ sizes that fill no tile run as for "pallas".
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import jax
@@ -19,14 +18,14 @@ from deepinfer_jax import quant
 from deepinfer_jax.numerics import stored
 from deepinfer_jax.numerics.elements import round_to
 from deepinfer_jax.numerics.pallas import products
+from deepinfer_jax.numerics.sums import ordered_sum
 from kernels_bridge import cuda as kernels
 
 BLOCK, OUTPUTS = 128, 32  # K and N are multiples
 HEIGHTS = (8, 16, kernels.MANY)  # rows of a tile
 DECODED_ROWS = 129  # of a plain product, from which on the whole weight is decoded first
-_WARPS = (
-    16 * 132
-)  # that an H200 has at work; the order of its sums must not follow the chip at hand
+# Warps that an H200 has at work: the order of sums must not follow the chip at hand.
+_WARPS = 16 * 132
 _MOST_PARTS = 8
 _ACTIVE = 4  # experts that are at work at least, whoever is alone
 # How K lies in a block of a row of x or of codes, and how the axes of that lie for the tensor
@@ -108,7 +107,7 @@ def product(
         return kernels.product(x, codes, scale, layer, bias, dtype, order, rows)[0]
     x = in_pairs(x, stored.storage(weight))
     y = kernels.product(x, codes, scale, layer, None, jnp.float32, order, rows)
-    total = functools.reduce(jnp.add, list(y))
+    total = ordered_sum(list(y))
     bias = None if bias is None else bias.reshape(1, x.shape[1], -1)
     return round_to(total if bias is None else total + bias, dtype)
 

@@ -47,10 +47,8 @@ def dot(x: jax.Array, w: Any, numerics: Numerics) -> jax.Array:
     w: an array of x's dtype, a float32 array (the product is one of float32 then, whatever x is),
     or a stored weight.
     """
-    if not numerics.uses_pallas and numerics.rows != "ffi":
+    if not numerics.uses_pallas and not _in_bits(w, numerics):
         w = float_weight(w, x.dtype) if isinstance(w, quant.Quantized) else w
-        x = x.astype(w.dtype)
-    if numerics.rows == "ffi" and not _is_stored(w):
         x = x.astype(w.dtype)
     return cast(jax.Array, _dot(x, w, None, numerics, "float32"))
 

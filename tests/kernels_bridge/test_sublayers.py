@@ -337,3 +337,13 @@ def test_of_equal_experts_the_lower_ones_are_chosen(k, numerics):
     even = {**gate(), "weight": np.zeros((E, D), np.float32), "bias": np.zeros(E, np.float32)}
     routed = moe.route(even, normal(91, 5, D), jnp.zeros(5, bool), k, CFG, numerics)
     np.testing.assert_array_equal(routed.experts, np.tile(np.arange(k), (5, 1)))
+
+
+@pytest.mark.parametrize("format", ["fp4_group", "fp8_block", "bf16_bits"])
+def test_a_product_takes_a_stored_weight_as_it_takes_its_values(format, numerics):
+    """`dot` decodes what the kernel cannot read, and hands over what it can."""
+    x = jnp.asarray(normal(61, 5, 64, dtype=numerics.dtype))
+    weight = stored(62, 33, 64, format="fp4_group" if format == "bf16_bits" else format)
+    values = quant.dequantize(weight, numerics.dtype)
+    weight = quant.decode_to_bits(weight) if format == "bf16_bits" else weight
+    np.testing.assert_array_equal(nx.dot(x, weight, numerics), nx.dot(x, values, numerics))
